@@ -1,0 +1,291 @@
+"""GraphFacts: what a trace found, as plain values that need no torch to read.
+
+1.  A *region* is one forward/backward graph pair.  Ops of all regions form one timeline: forward
+    regions in the order they ran, then backward regions in reverse.
+2.  A *value* is what one graph computes or receives: a tensor (a window on a storage) or something
+    else.  Value ids and storage ids are positions in ``values`` and ``storages``, over all regions.
+3.  A *storage* is one allocation.  An op's output shares a storage with an input of that op exactly
+    if the fake tensors did when traced; every other output is an allocation of its own.  So a value
+    that the backward recomputes is a new storage, although the trace reuses its fake tensor.
+4.  A *saved value* joins the forward to the backward by saved position, never by name: the forward
+    returns ``value``, and ``backward_value`` is the placeholder that receives it.
+5.  The digest covers what the graphs compute: ops, their constants, tensors, storages, saved
+    positions and the names of parameters, buffers and inputs.  Source lines, module paths and
+    node names are left out, so that editing a comment does not turn a plan stale.
+
+Sizes are bytes; offsets and strides are elements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NewType
+
+import msgspec
+
+from offplan.errors import FileFormatError
+
+SCHEMA_VERSION = 1
+
+ValueId = NewType("ValueId", int)
+StorageId = NewType("StorageId", int)
+
+ValueKind = Literal["tensor", "symint", "python"]
+InputKind = Literal["parameter", "buffer", "input", "constant", "handed", "saved", "tangent"]
+OutputKind = Literal["output", "mutated", "saved", "gradient"]
+Partitioner = Literal["min-cut", "default"]
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Frozen, and strict about unknown fields, so that a misspelt one is an error with its path."""
+
+
+class Storage(_Record, frozen=True):
+    """One allocation of ``size_bytes`` on ``device`` (``cuda`` or ``cpu``)."""
+
+    size_bytes: int
+    device: str
+
+
+class Value(_Record, frozen=True):
+    """A tensor, or a ``symint``/``python`` value, for which only ``kind`` is set.
+
+    ``layout`` is ``strided`` or names what the tensor is instead.  ``symbolic`` is set when a
+    size is not known at trace time; ``shape`` and ``stride`` are then empty.
+    """
+
+    kind: ValueKind
+    storage: StorageId | None = None
+    dtype: str = ""
+    item_bytes: int = 0
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    layout: str = "strided"
+    symbolic: str = ""
+    rng_state: bool = False
+
+    @property
+    def element_count(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def logical_bytes(self) -> int:
+        """Bytes the value carries: elements times their size, whatever its strides."""
+        return self.element_count * self.item_bytes
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype.startswith(("float", "bfloat", "complex"))
+
+
+class Op(_Record, frozen=True):
+    """One call of the overload ``target`` (``aten.mm.default``).
+
+    ``module`` is the module path (``layers.0.self_attn``), ``source`` the user's ``file:line``;
+    either is empty where the trace does not say.  ``constants`` are the arguments that are not
+    values, ``mutates`` the inputs written in place.  ``declares_alias``: the op's schema says that
+    its outputs may be views of its inputs.  Storages say what really shares memory; the declaration
+    is what passes that go by schema see (``_unsafe_view`` shares memory and declares nothing).
+    """
+
+    name: str
+    target: str
+    inputs: tuple[ValueId, ...] = ()
+    outputs: tuple[ValueId, ...] = ()
+    constants: str = ""
+    mutates: tuple[ValueId, ...] = ()
+    declares_alias: bool = False
+    module: str = ""
+    source: str = ""
+
+
+class GraphInput(_Record, frozen=True):
+    """A placeholder or constant.  ``name`` is the parameter's, buffer's or input's own name."""
+
+    value: ValueId
+    kind: InputKind
+    name: str
+
+
+class GraphOutput(_Record, frozen=True):
+    """A returned value; None where a gradient is not computed."""
+
+    value: ValueId | None
+    kind: OutputKind
+    name: str
+
+
+class Graph(_Record, frozen=True):
+    inputs: tuple[GraphInput, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[GraphOutput, ...]
+
+
+class SavedValue(_Record, frozen=True):
+    """The value that the forward hands to the backward at one saved position."""
+
+    value: ValueId
+    backward_value: ValueId
+
+
+class Region(_Record, frozen=True):
+    """One traced forward, and its backward unless nothing in it needs a gradient."""
+
+    forward: Graph
+    backward: Graph | None
+    saved: tuple[SavedValue, ...]
+
+
+class GraphBreak(_Record, frozen=True):
+    reason: str
+    source: str
+
+
+class ModelTensor(_Record, frozen=True):
+    """A parameter or buffer of the model, used or not; ``names`` has all names of a tied one."""
+
+    kind: Literal["parameter", "buffer"]
+    names: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    requires_grad: bool = False
+
+
+class TargetRef(_Record, frozen=True):
+    """What was traced: the target as the user typed it, with its ``-p`` parameters."""
+
+    spec: str
+    params: dict[str, str] = {}
+    source: str = ""
+
+
+class GraphFacts(_Record, frozen=True):
+    target: TargetRef
+    torch: str
+    device: str
+    gpu: str
+    attention: str
+    compiler: str
+    partitioner: Partitioner
+    model: tuple[ModelTensor, ...]
+    storages: tuple[Storage, ...]
+    values: tuple[Value, ...]
+    regions: tuple[Region, ...]
+    breaks: tuple[GraphBreak, ...] = ()
+    warnings: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def op_count(self) -> int:
+        return sum(len(graph.ops) for graph in graphs(self))
+
+
+def graphs(facts: GraphFacts) -> Iterator[Graph]:
+    """Every graph in timeline order: forwards as they ran, then backwards in reverse."""
+    yield from (region.forward for region in facts.regions)
+    yield from (region.backward for region in reversed(facts.regions) if region.backward)
+
+
+def timeline(facts: GraphFacts) -> Iterator[Op]:
+    """Every op in timeline order; its position is what plans call the op's index."""
+    for graph in graphs(facts):
+        yield from graph.ops
+
+
+def digest(facts: GraphFacts) -> str:
+    """``sha256:`` of what the graphs compute (definition 5)."""
+    state = hashlib.sha256()
+    encode = msgspec.msgpack.Encoder().encode
+    state.update(encode((facts.device, facts.compiler, facts.storages, facts.values)))
+    for region in facts.regions:
+        state.update(encode(region.saved))
+        for graph in (region.forward, region.backward):
+            state.update(encode(None if graph is None else (graph.inputs, graph.outputs)))
+            for op in graph.ops if graph is not None else ():
+                state.update(encode((op.target, op.inputs, op.outputs, op.constants, op.mutates)))
+    return "sha256:" + state.hexdigest()
+
+
+def save_graph(facts: GraphFacts) -> bytes:
+    """The ``*.graph.json`` file for ``facts``: the same bytes for the same facts."""
+    return msgspec.json.encode(facts) + b"\n"
+
+
+def load_graph(path: Path) -> GraphFacts:
+    """Read a ``*.graph.json`` file.
+
+    Raises ``FileFormatError`` naming the field for anything that is not one, ids that point nowhere
+    included, so that later steps can index without checking.
+    """
+    try:
+        facts = msgspec.json.decode(path.read_bytes(), type=GraphFacts)
+    except OSError as error:
+        raise FileFormatError(f"cannot read {path}: {error.strerror}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FileFormatError(
+            f"{path} is not an offplan graph file: {error}",
+            fix="write one with: offplan analyze model.py --graph FILE",
+        ) from error
+    if facts.schema_version != SCHEMA_VERSION:
+        raise FileFormatError(
+            f"{path} has schema version {facts.schema_version}; this offplan reads "
+            f"{SCHEMA_VERSION}",
+            fix="write it again with this version of offplan",
+        )
+    problem = next(_problems(facts), None)
+    if problem is not None:
+        raise FileFormatError(f"{path} is not a consistent graph: {problem}")
+    return facts
+
+
+def _problems(facts: GraphFacts) -> Iterator[str]:
+    """What makes ``facts`` inconsistent, as sentences."""
+    for index, storage in enumerate(facts.storages):
+        if storage.size_bytes < 0:
+            yield f"storages[{index}] has a negative size"
+    for index, value in enumerate(facts.values):
+        yield from _value_problems(facts, index, value)
+    value_count = len(facts.values)
+    for region_index, region in enumerate(facts.regions):
+        for used in _used_ids(region):
+            if not 0 <= used < value_count:
+                yield f"regions[{region_index}] uses value {used}, of {value_count}"
+
+
+def _value_problems(facts: GraphFacts, index: int, value: Value) -> Iterator[str]:
+    if value.kind != "tensor" or value.symbolic or value.layout != "strided":
+        return
+    if value.storage is None or not 0 <= value.storage < len(facts.storages):
+        yield f"values[{index}] has no storage"
+        return
+    if len(value.shape) != len(value.stride):
+        yield f"values[{index}] has {len(value.shape)} sizes and {len(value.stride)} strides"
+        return
+    if value.item_bytes <= 0 or value.offset < 0 or min((*value.shape, *value.stride, 0)) < 0:
+        yield f"values[{index}] has a negative size, stride or offset, or no item size"
+        return
+    if value.element_count == 0:
+        return
+    last = value.offset + sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True))
+    if (last + 1) * value.item_bytes > facts.storages[value.storage].size_bytes:
+        yield f"values[{index}] reaches past the end of its storage"
+
+
+def _used_ids(region: Region) -> Iterator[int]:
+    for saved in region.saved:
+        yield saved.value
+        yield saved.backward_value
+    for graph in (region.forward, region.backward):
+        if graph is None:
+            continue
+        yield from (item.value for item in graph.inputs)
+        yield from (item.value for item in graph.outputs if item.value is not None)
+        for op in graph.ops:
+            yield from (*op.inputs, *op.outputs, *op.mutates)
