@@ -1,0 +1,99 @@
+"""Every private name of torch that offplan uses, in one place.
+
+Tested with torch 2.11.0, 2.13.0 (CPU build) and 2.14.1.  When torch moves or renames one of
+these, this is the only file to change.  Nothing here has state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+from torch import _C as torch_c
+from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+from torch._dynamo.exc import Unsupported as DynamoUnsupported
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch._guards import TracingContext
+from torch._ops import OpOverload
+from torch._subclasses import fake_tensor as fake_tensor_module
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.fx import traceback as fx_traceback
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+)
+
+__all__ = [
+    "ENGINE_RUN_BACKWARD",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "DynamoUnsupported",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "TorchDynamoException",
+    "TorchRuntimeError",
+    "TracingContext",
+    "UnsupportedFakeTensorException",
+    "UnsupportedOperatorException",
+    "aot_module_simplified",
+    "default_partition",
+    "dynamo_config",
+    "engine_run_backward",
+    "fake_tensor_module",
+    "functorch_config",
+    "fx_traceback",
+    "input_metadata",
+    "is_traceable_wrapper_subclass",
+    "min_cut_rematerialization_partition",
+    "reset_dynamo",
+    "sequence_number",
+    "storage_key",
+    "torch_c",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_leaves_with_path",
+    "tree_map_only",
+]
+
+reset_dynamo = torch._dynamo.reset
+engine_run_backward = torch.autograd._engine_run_backward
+# Where torch.autograd looks it up, for patching.
+ENGINE_RUN_BACKWARD = (torch.autograd, "_engine_run_backward")
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """An identity for the tensor's storage, valid while some tensor keeps that storage alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def sequence_number(node: Any) -> int:
+    """The autograd engine's priority of ``node``; nodes recorded later run earlier."""
+    return int(node._sequence_nr())
+
+
+def input_metadata(node: Any) -> tuple[Any, ...]:
+    """Shape, dtype and device that ``node`` expects of each gradient that it receives."""
+    return tuple(node._input_metadata)
+
+
+def tree_leaves_with_path(tree: Any) -> list[tuple[str, Any]]:
+    """Leaves of nested containers with where they are (``['mask'][0]``; empty for a lone leaf)."""
+    leaves, _ = tree_flatten_with_path(tree)
+    return [(keystr(path), leaf) for path, leaf in leaves]
