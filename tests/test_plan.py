@@ -1,0 +1,509 @@
+"""The plan's counts and file, and check_plan against plans that are right and wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+from facts_builder import FactsBuilder, MiB, RegionBuilder, graph_facts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offplan import eligibility
+from offplan.eligibility import RULE_SETS
+from offplan.errors import FileFormatError, OutputError, PlanError, UsageError
+from offplan.graph import GraphBreak, GraphFacts, Value, ValueId
+from offplan.plan import (
+    Entry,
+    Plan,
+    analyze_command,
+    cases,
+    check_plan,
+    dump_plan,
+    load_plan,
+    make_plan,
+    write_plan,
+)
+from offplan.planner import Transfer
+
+replace = msgspec.structs.replace
+SHAPE = (2048, 1024)
+FLAT = (2048 * 1024,)
+BYTES = 8 * MiB
+
+
+def build() -> tuple[FactsBuilder, RegionBuilder, ValueId]:
+    facts = FactsBuilder(params={"seq": "4", "batch": "2"})
+    region = facts.region()
+    x = region.input("x", SHAPE)
+    y = region.op(
+        "aten.relu.default", [x], SHAPE, name="relu", module="layers.0", source="model.py:7"
+    )
+    return facts, region, y
+
+
+def view_plan() -> tuple[GraphFacts, Plan]:
+    """One activation of 8 MiB, saved through a view, moved."""
+    facts, region, y = build()
+    region.save(region.view(y, FLAT, name="view", module="layers.0", source="model.py:8"))
+    built = facts.build()
+    return built, make_plan(built, budget=0)
+
+
+# --- counts ---------------------------------------------------------------------------------------
+
+
+def test_a_4_mib_view_of_a_32_mib_storage_frees_32_and_carries_4() -> None:
+    facts = FactsBuilder()
+    region = facts.region()
+    x = region.input("x", (4,))
+    # 8 Mi elements of float32: 32 MiB; rows 2048 to 3071 of 8192, 4 KiB each: 8 to 12 MiB.
+    y = region.op("aten.relu.default", [x], (8192, 1024))
+    region.save(region.view(y, (1024, 1024), offset=2048 * 1024))
+    plan = make_plan(facts.build(), budget=0)
+    assert plan.saved_bytes == plan.movable_bytes == plan.moved_bytes == 32 * MiB
+    assert plan.staying_bytes == 0
+    (transfer,) = plan.transfers
+    assert (transfer.start, transfer.stop) == (8 * MiB, 12 * MiB)
+    assert transfer.transfer_bytes == 4 * MiB
+    (entry,) = plan.storages
+    assert entry.footprint is not None
+    assert entry.footprint.device_bytes == 4 * MiB
+
+
+def test_bytes_that_stay_are_saved_less_movable_each_storage_once() -> None:
+    facts, region, y = build()
+    weight = region.input("w", (1024, 1024), kind="parameter")
+    region.save(weight, region.view(weight, (1024 * 1024,)), y, region.view(y, FLAT))
+    plan = make_plan(facts.build())
+    # 4 MiB of parameter stay; 8 MiB of activation could leave, and do not without a budget.
+    assert plan.saved_bytes == 12 * MiB
+    assert plan.movable_bytes == BYTES
+    assert plan.staying_bytes == 4 * MiB
+    assert plan.moved_bytes == 0
+    assert [entry.action for entry in plan.storages] == ["skipped", "kept"]
+    assert plan.transfers == ()
+
+
+def test_storages_on_the_host_are_in_no_count_of_device_bytes() -> None:
+    facts = FactsBuilder()
+    region = facts.region()
+    x = region.input("x", SHAPE, device="cpu")
+    region.save(region.op("aten.relu.default", [x], SHAPE, device="cpu"))
+    plan = make_plan(facts.build())
+    assert (plan.saved_bytes, plan.staying_bytes) == (0, 0)
+    assert plan.storages[0].rule == "host"
+
+
+def test_an_older_rule_set_does_not_move_a_storage_that_a_holder_keeps() -> None:
+    # last-holder lets y go (no aliasing op made it), but its view is returned to the caller.
+    facts, region, y = build()
+    region.save(y)
+    region.output(region.view(y, FLAT), "flat")
+    plan = make_plan(facts.build(), rules="last-holder", budget=0)
+    (entry,) = plan.storages
+    assert entry.views[0].verdicts["last-holder"].rule == "eligible"
+    assert (entry.action, entry.rule, entry.holder) == ("skipped", "alias", "output flat")
+    assert plan.transfers == ()
+    assert plan.movable_bytes == 0
+
+
+def test_an_entry_names_the_op_that_allocated_it_and_each_view_its_own() -> None:
+    _, plan = view_plan()
+    (entry,) = plan.storages
+    assert (entry.name, entry.op, entry.module, entry.source) == (
+        "relu",
+        "aten.relu.default",
+        "layers.0",
+        "model.py:7",
+    )
+    (view,) = entry.views
+    assert (view.name, view.op, view.source) == ("view", "aten.view.default", "model.py:8")
+
+
+def test_a_saved_input_names_its_kind_and_name() -> None:
+    facts = FactsBuilder()
+    region = facts.region()
+    region.save(region.input("tokens", SHAPE))
+    (entry,) = make_plan(facts.build()).storages
+    assert (entry.op, entry.name) == ("input", "tokens")
+    assert (entry.views[0].op, entry.views[0].name) == ("input", "tokens")
+
+
+def test_a_saved_size_has_an_entry_without_a_storage() -> None:
+    facts, region, _ = build()
+    region.save(facts.add(Value(kind="symint")))
+    (entry,) = make_plan(facts.build()).storages
+    assert (entry.id, entry.size_bytes, entry.rule) == (None, 0, "not_tensor")
+    assert entry.views[0].dtype == "symint"
+
+
+def test_a_value_saved_twice_is_one_view_at_two_positions() -> None:
+    facts, region, y = build()
+    region.save(y, y)
+    built = facts.build()
+    plan = make_plan(built, budget=0)
+    (view,) = plan.storages[0].views
+    assert (view.position, view.also_at) == (0, (1,))
+    check_plan(built, plan)
+
+
+def test_a_budget_of_a_size_is_a_usage_error() -> None:
+    facts, region, y = build()
+    region.save(y)
+    with pytest.raises(UsageError):
+        make_plan(facts.build(), budget=10)
+
+
+@settings(max_examples=40, deadline=None)
+@given(graph_facts())
+def test_the_ledgers_in_a_plan_are_those_of_its_views(facts: GraphFacts) -> None:
+    plan = make_plan(facts)
+    for rules in RULE_SETS:
+        found = [case for case, _, _ in cases(plan, rules)]
+        assert eligibility.ledger(found) == plan.ledger[rules]
+
+
+@settings(max_examples=40, deadline=None)
+@given(graph_facts())
+def test_under_whole_storage_movable_bytes_are_the_ledgers_eligible_bytes(
+    facts: GraphFacts,
+) -> None:
+    plan = make_plan(facts)
+    eligible = [row for row in plan.ledger["whole-storage"] if row.rule == "eligible"]
+    assert plan.movable_bytes == sum(row.storage_bytes for row in eligible)
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+def test_the_first_line_says_what_the_file_is_and_how_to_make_it_again() -> None:
+    facts, _ = view_plan()
+    plan = make_plan(facts, rules="no-view", min_bytes=MiB, budget=0)
+    first = dump_plan(plan).split(b"\n")[0].decode()
+    assert first == (
+        "# offplan plan of model.py; make it again with: offplan analyze model.py "
+        "-p batch=2 -p seq=4 --rules no-view --min-size 1MiB --budget 0"
+    )
+
+
+def test_the_command_quotes_what_a_shell_would_split() -> None:
+    facts = FactsBuilder(spec="my model.py:f", params={"name": "a b"}, device="cpu")
+    facts.region()
+    command = analyze_command(make_plan(facts.build()))
+    assert command == "offplan analyze 'my model.py:f' -p 'name=a b' --device cpu"
+
+
+@settings(max_examples=40, deadline=None)
+@given(graph_facts(), st.sampled_from(RULE_SETS), st.sampled_from((None, 0)))
+def test_a_plan_reads_back_as_written_and_the_same_facts_give_the_same_bytes(
+    tmp_path_factory: pytest.TempPathFactory, facts: GraphFacts, rules: str, budget: int | None
+) -> None:
+    plan = make_plan(facts, rules=rules, budget=budget)  # type: ignore[arg-type]
+    content = dump_plan(plan)
+    path = tmp_path_factory.getbasetemp() / "drawn.plan.yaml"
+    path.write_bytes(content)
+    loaded = load_plan(path)
+    assert loaded == plan
+    assert dump_plan(loaded) == content
+    assert dump_plan(make_plan(facts, rules=rules, budget=budget)) == content  # type: ignore[arg-type]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_any_name_of_a_target_or_holder_reads_back(
+    tmp_path_factory: pytest.TempPathFactory, spec: str, name: str
+) -> None:
+    facts = FactsBuilder(spec=spec, params={name: spec})
+    facts.breaks = (GraphBreak(reason=name, source=spec),)
+    region = facts.region()
+    region.save(region.input(name, SHAPE))
+    plan = make_plan(facts.build())
+    path = tmp_path_factory.getbasetemp() / "named.plan.yaml"
+    path.write_bytes(dump_plan(plan))
+    assert load_plan(path) == plan
+
+
+def test_a_name_that_is_not_unicode_is_an_error_not_a_traceback() -> None:
+    facts = FactsBuilder(spec="mod\udce9l.py")
+    facts.region()
+    with pytest.raises(OutputError, match="not Unicode"):
+        dump_plan(make_plan(facts.build()))
+
+
+def test_the_file_is_plain_yaml_to_anyone_else() -> None:
+    _, plan = view_plan()
+    document = yaml.safe_load(dump_plan(plan))
+    assert document["moved_bytes"] == BYTES
+    assert document["storages"][0]["views"][0]["shape"] == [2048 * 1024]
+
+
+def test_the_file_is_the_same_without_libyaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, plan = view_plan()
+    document = msgspec.to_builtins(plan)
+    python_text = yaml.dump(
+        document,
+        Dumper=yaml.SafeDumper,
+        default_flow_style=None,
+        sort_keys=False,
+        allow_unicode=True,
+        width=2**20,
+    )
+    assert dump_plan(plan).decode().split("\n", 1)[1] == python_text
+
+
+def test_a_plan_of_nine_hundred_views_is_written_and_read_in_well_under_a_second(
+    tmp_path: Path,
+) -> None:
+    facts = FactsBuilder()
+    region = facts.region()
+    x = region.input("x", SHAPE)
+    for layer in range(450):
+        y = region.op("aten.mm.default", [x], SHAPE, module=f"layers.{layer}")
+        region.save(y, region.view(y, FLAT, module=f"layers.{layer}"))
+    plan = make_plan(facts.build(), budget=0)
+    path = tmp_path / "plan.yaml"
+    started = time.perf_counter()
+    write_plan(path, plan)
+    written = time.perf_counter()
+    assert load_plan(path) == plan
+    # 0.3 and 0.2 s on two cores; the limits leave room for a busy machine.
+    assert written - started < 1
+    assert time.perf_counter() - written < 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        (b"schema_version: 1", b"schema_version: 2", "schema version 2, this offplan reads 1"),
+        (b"schema_version: 1\n", b"", "has no schema_version"),
+        (b"torch: 2.14.1", b"torch: [2]", r"Expected `str`, got `array` - at `\$.torch`"),
+        (b"torch: 2.14.1\n", b"", "missing required field `torch`"),
+        (b"rules: whole-storage", b"rules: all", r"Invalid enum value 'all' - at `\$.rules`"),
+        (b"min_bytes: 5242880", b"min_bytes: -1", r"`int` >= 0 - at `\$.min_bytes`"),
+        (b"min_bytes: 5242880", b"min_bytes: .nan", r"got `str` - at `\$.min_bytes`"),
+        (b"min_bytes: 5242880", b"min_bytes: " + b"9" * 5000, r"got `str` - at `\$.min_bytes`"),
+        (b"budget: 0", b"budgets: 0", "unknown field `budgets`"),
+        (b"size_bytes: 8388608", b"size_bytes: yes", r"at `\$.storages\[0\].size_bytes`"),
+        (b"position: 0", b"position: true", r"views\[0\].position`"),
+        (b"  - position: 0", b"  - position: 0\n    also_at: [0]", "position 0 .* is there twice"),
+        (b"      no-view: {rule: alias}\n", b"", "not a verdict for every rule set"),
+        (b"  no-view:\n", b"  no-vieW:\n", r"at `key` in `\$.ledger`"),
+    ],
+)
+def test_a_changed_plan_is_refused_naming_the_field(
+    tmp_path: Path, old: bytes, new: bytes, problem: str
+) -> None:
+    _, plan = view_plan()
+    content = dump_plan(plan)
+    assert old in content
+    path = tmp_path / "plan.yaml"
+    path.write_bytes(content.replace(old, new, 1))
+    with pytest.raises(FileFormatError, match=problem):
+        load_plan(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"- 1\n",
+        b"hello\n",
+        b"\x89PNG\r\n",
+        b"schema_version: [1]\n",
+        b"schema_version: 1\n",
+        b"{" * 5000,
+        b"a: &a [*a]\n",
+        b"\xff\xfe\x00",
+        b'{"target":{"spec":"model.py"}}',
+    ],
+)
+def test_a_foreign_file_is_not_a_plan_and_the_message_says_how_to_get_one(
+    tmp_path: Path, content: bytes
+) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_bytes(content)
+    with pytest.raises(FileFormatError) as caught:
+        load_plan(path)
+    assert str(path) in str(caught.value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_plan_with_any_byte_changed_is_read_or_refused_never_a_crash(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    _, plan = view_plan()
+    content = bytearray(dump_plan(plan))
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path = tmp_path_factory.getbasetemp() / "broken.plan.yaml"
+    path.write_bytes(bytes(content))
+    with suppress(FileFormatError):
+        assert dump_plan(load_plan(path))
+
+
+# --- the proof ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(graph_facts(), st.sampled_from(RULE_SETS), st.sampled_from((None, 0)))
+def test_every_plan_that_is_made_passes(facts: GraphFacts, rules: str, budget: int | None) -> None:
+    check_plan(facts, make_plan(facts, rules=rules, min_bytes=0, budget=budget))  # type: ignore[arg-type]
+
+
+def with_transfer(plan: Plan, place: int, transfer: Transfer) -> Plan:
+    transfers = [*plan.transfers]
+    transfers[place] = transfer
+    return replace(plan, transfers=tuple(transfers))
+
+
+def shifted(field: str, by: int) -> Callable[[Transfer], Transfer]:
+    return lambda transfer: replace(transfer, **{field: getattr(transfer, field) + by})
+
+
+def carrying(transfer: Transfer, start: int, stop: int) -> Transfer:
+    return replace(transfer, start=start, stop=stop, transfer_bytes=stop - start, packed=False)
+
+
+def released_before_its_last_use(transfer: Transfer) -> Transfer:
+    before = transfer.offload_after - 1
+    return replace(transfer, offload_after=before, release_by=before)
+
+
+BREAKS: dict[str, Callable[[Transfer], Transfer]] = {
+    "released before it is copied": lambda t: replace(t, release_by=t.offload_after - 1),
+    "released before its last use": released_before_its_last_use,
+    "waited for after its first use": shifted("needed_by", 1),
+    "reloaded after it is needed": lambda t: replace(t, reload_at=t.needed_by + 1),  # type: ignore[operator]
+    "reloaded before the backward": lambda t: replace(t, reload_at=t.release_by),
+    "needed before it is reloaded": lambda t: replace(t, needed_by=t.reload_at - 1),  # type: ignore[operator]
+    "never reloaded": lambda t: replace(t, reload_at=None, needed_by=None),
+    "reloaded but never waited for": lambda t: replace(t, needed_by=None),
+    "released in the backward": lambda t: replace(t, release_by=t.needed_by),
+    "first byte not carried": lambda t: carrying(t, t.start + 1, t.stop),
+    "last byte not carried": lambda t: carrying(t, t.start, t.stop - 1),
+    "carried past the end": lambda t: carrying(t, t.start, t.stop + 2**50),
+    "carrying more than its range": shifted("transfer_bytes", 2**50),
+    "carrying less than its range": lambda t: replace(t, transfer_bytes=0),
+    "of another region": shifted("region", 1),
+    "of another storage": shifted("storage", 1),
+    "of no storage": shifted("storage", 2**40),
+}
+
+
+@settings(max_examples=100, deadline=None)
+@given(graph_facts(), st.sampled_from(sorted(BREAKS)), st.data())
+def test_a_transfer_that_is_changed_to_be_wrong_is_refused(
+    facts: GraphFacts, name: str, data: st.DataObject
+) -> None:
+    plan = make_plan(facts, min_bytes=0, budget=0)
+    read = [i for i, t in enumerate(plan.transfers) if t.needed_by is not None]
+    if not read:
+        return
+    place = data.draw(st.sampled_from(read))
+    with pytest.raises(PlanError):
+        check_plan(facts, with_transfer(plan, place, BREAKS[name](plan.transfers[place])))
+
+
+@pytest.mark.parametrize("name", sorted(BREAKS))
+def test_each_wrong_change_is_refused_naming_the_storage(name: str) -> None:
+    facts, plan = view_plan()
+    wrong = with_transfer(plan, 0, BREAKS[name](plan.transfers[0]))
+    with pytest.raises(PlanError, match=r"storage \d+"):
+        check_plan(facts, wrong)
+
+
+def test_a_read_of_a_released_storage_names_the_storage_the_op_and_its_line() -> None:
+    facts, plan = view_plan()
+    wrong = with_transfer(plan, 0, replace(plan.transfers[0], offload_after=0, release_by=0))
+    with pytest.raises(PlanError) as caught:
+        check_plan(facts, wrong)
+    assert str(caught.value) == (
+        "storage 1 is read by op 1 (view) after its release\n  at: layers.0 model.py:8"
+    )
+
+
+def test_a_write_after_the_copy_is_refused_even_before_the_release() -> None:
+    facts, region, y = build()
+    region.op("aten.add_.Tensor", [y], (4,), name="add_", mutates=[y])
+    region.save(y)
+    built = facts.build()
+    plan = make_plan(built, budget=0)
+    check_plan(built, plan)
+    wrong = with_transfer(plan, 0, replace(plan.transfers[0], offload_after=0))
+    with pytest.raises(PlanError, match=r"storage 1 is written by op 1 \(add_\)"):
+        check_plan(built, wrong)
+
+
+@pytest.mark.parametrize("held_as", ["input", "output"])
+def test_a_storage_that_the_caller_holds_may_not_be_moved(held_as: str) -> None:
+    facts, region, y = build()
+    held = y if held_as == "output" else region.inputs[0].value
+    region.save(held)
+    if held_as == "output":
+        region.output(y)
+    built = facts.build()
+    plan = make_plan(built, budget=0)
+    (entry,) = plan.storages
+    assert entry.id is not None
+    transfer = Transfer(0, entry.id, 0, BYTES, BYTES, 0, 0, 1, 1)
+    wrong = replace(plan, storages=(replace(entry, action="moved"),), transfers=(transfer,))
+    with pytest.raises(PlanError, match=f"is moved, but .*{held_as}"):
+        check_plan(built, wrong)
+
+
+def change_entry(plan: Plan, **changes: object) -> Plan:
+    return replace(plan, storages=(replace(plan.storages[0], **changes),))
+
+
+def change_view(plan: Plan, **changes: object) -> Plan:
+    entry: Entry = plan.storages[0]
+    return change_entry(plan, views=(replace(entry.views[0], **changes),))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda plan: replace(plan, storages=()), "no view for saved position 0"),
+        (lambda plan: replace(plan, transfers=()), "is moved, but has no transfer"),
+        (lambda plan: replace(plan, transfers=plan.transfers * 2), "or has two"),
+        (lambda plan: change_entry(plan, action="kept"), "no entry of region 0 that is moved"),
+        (lambda plan: change_entry(plan, size_bytes=1), "has 8388608 bytes, the plan says 1"),
+        (lambda plan: change_entry(plan, id=10**9), "is not in the graphs"),
+        (lambda plan: change_entry(plan, region=7), "region 7 saves nothing"),
+        (lambda plan: change_view(plan, offset=4), "is not what the graphs save"),
+        (lambda plan: change_view(plan, dtype="int8"), "is not what the graphs save"),
+        (lambda plan: change_view(plan, also_at=(1,)), "saves nothing at position 1"),
+    ],
+)
+def test_entries_that_are_not_the_saved_values_are_refused(
+    change: Callable[[Plan], Plan], problem: str
+) -> None:
+    facts, plan = view_plan()
+    with pytest.raises(PlanError, match=problem):
+        check_plan(facts, change(plan))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"torch": "2.11.0"}, "torch was 2.11.0, is 2.14.1"),
+        ({"partitioner": "default"}, "partitioner was default, is min-cut"),
+        ({"regions": ()}, "regions was 0, is 1; ops was 0, is 3; saved values was 0, is 1"),
+        ({}, "the model's code changed"),
+    ],
+)
+def test_a_plan_for_other_graphs_is_refused_saying_what_changed(
+    change: dict[str, object], problem: str
+) -> None:
+    facts, plan = view_plan()
+    other = replace(plan, digest="sha256:0", **change)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=problem) as caught:
+        check_plan(facts, other)
+    assert "offplan analyze" in caught.value.fix
