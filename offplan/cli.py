@@ -1,0 +1,346 @@
+"""The ``offplan`` command: read options, call one function, print, map errors to exit codes.
+
+Exit codes: 0 fine, 1 error, 2 usage, 3 the answer is no, 130 interrupted.  Results go to stdout,
+everything else to stderr.  Torch is imported inside the commands that trace: ``--help`` and
+``gate`` on a plan file start without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+import offplan
+from offplan import gate as gates
+from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES, RuleSet
+from offplan.errors import OffplanError, UsageError
+from offplan.files import GRAPH_FILE, PLAN_FILE, check_writable, write_atomically
+from offplan.graph import GraphFacts, Partitioner, load_graph, save_graph
+from offplan.plan import Plan, load_plan, make_plan, write_plan
+from offplan.progress import Progress
+from offplan.report import Timing, analyze_report, render_analyze, render_gate
+from offplan.units import format_binary, parse_size
+
+DEFAULT_PLAN = Path("offplan.plan.yaml")
+DEFAULT_MIN_SIZE = format_binary(DEFAULT_MIN_BYTES)
+GRAPH_SUFFIX = ".graph.json"
+
+app = typer.Typer(
+    name="offplan",
+    help="Plan which activations of a PyTorch training step leave the GPU. Analysis needs no GPU.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main() -> None:
+    """Entry point of the ``offplan`` command."""
+    app()
+
+
+def _reports_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Print a deliberate error as one message, and end with its exit code."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        show_traceback = bool(kwargs.pop("traceback_", False))
+        try:
+            command(*args, **kwargs)
+        except typer.Exit:
+            raise
+        except OffplanError as error:
+            _fail(str(error), error.exit_code, show_traceback)
+        except KeyboardInterrupt:
+            _fail("interrupted", 130, show_traceback)
+        except BrokenPipeError:
+            # The reader (head, less) has what it wanted; closing keeps Python from flushing again.
+            sys.stderr.close()
+            raise typer.Exit(0) from None
+        except Exception as error:
+            _fail(
+                f"offplan failed: {type(error).__name__}: {error}\n"
+                "  try: run again with --traceback, and report what it prints",
+                1,
+                show_traceback,
+            )
+
+    return run
+
+
+def _fail(message: str, exit_code: int, show_traceback: bool) -> None:
+    if show_traceback:
+        traceback.print_exc()
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(exit_code)
+
+
+# --- options --------------------------------------------------------------------------------------
+
+Params = Annotated[
+    list[str] | None,
+    typer.Option("-p", "--param", metavar="KEY=VALUE", help="A parameter of the factory."),
+]
+Device = Annotated[
+    Literal["cuda", "cpu"], typer.Option(help="Device to trace for; cuda needs no GPU.")
+]
+GpuName = Annotated[
+    str | None,
+    typer.Option("--gpu", help="GPU to trace for: h200 (default), h100, a100, l40s, rtx4090, ..."),
+]
+Attention = Annotated[
+    Literal["flash", "cudnn", "efficient", "math"] | None,
+    typer.Option(help="Attention kernel to trace, in place of the one that the GPU would choose."),
+]
+PartitionerName = Annotated[
+    Literal["min-cut", "default"], typer.Option(help="Which AOTAutograd partitioner to use.")
+]
+Rules = Annotated[
+    Literal["no-view", "last-holder", "whole-storage"] | None,
+    typer.Option(help=f"Rule set; {DEFAULT_RULES} if not given."),
+]
+MinSize = Annotated[
+    str, typer.Option(metavar="SIZE", help="Storages under this size stay on the device.")
+]
+ShowTraceback = Annotated[
+    bool, typer.Option("--traceback", help="Print a Python traceback with an error.")
+]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A target and how to trace it, as the command line gave them."""
+
+    target: str
+    params: list[str]
+    device: str
+    gpu: str | None
+    attention: str | None
+    partitioner: Partitioner
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"offplan {offplan.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+@app.command()
+@_reports_errors
+def analyze(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="model.py, model.py:factory, package.module:factory, or a saved *.graph.json."
+        ),
+    ],
+    param: Params = None,
+    device: Device = "cuda",
+    gpu: GpuName = None,
+    attention: Attention = None,
+    partitioner: PartitionerName = "min-cut",
+    rules: Rules = None,
+    min_size: MinSize = DEFAULT_MIN_SIZE,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="0 plans to move everything movable; without it nothing is moved."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write the plan.")
+    ] = DEFAULT_PLAN,
+    graph: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help=f"Also write the traced graphs (*{GRAPH_SUFFIX})."),
+    ] = None,
+    format: Annotated[
+        Literal["text", "json", "markdown"], typer.Option(help="How to print the report.")
+    ] = "text",
+    top: Annotated[int, typer.Option(min=1, help="How many of the largest storages to list.")] = 12,
+    traceback_: ShowTraceback = False,
+) -> None:
+    """Trace TARGET, report what it saves and what may leave the device, write the plan."""
+    min_bytes, budget_bytes = parse_size(min_size), _parse_budget(budget)
+    request = _Request(target, param or [], device, gpu, attention, partitioner)
+    # A trace can take a minute: what would fail at its end is refused at its beginning.
+    check_writable(output, PLAN_FILE)
+    if graph is not None:
+        _check_graph_name(graph)
+        check_writable(graph, GRAPH_FILE)
+    facts, seconds, analysis_s, plan = _analyzed(
+        request, rules or DEFAULT_RULES, min_bytes, budget_bytes
+    )
+    if graph is not None:
+        write_atomically(graph, save_graph(facts), GRAPH_FILE)
+    write_plan(output, plan)
+    report = analyze_report(plan, _timing(seconds, analysis_s), top)
+    typer.echo(render_analyze(report, format, _width()), nl=False)
+    for path in (graph, output):
+        if path is not None:
+            typer.echo(f"wrote {path}", err=True)
+
+
+@app.command()
+@_reports_errors
+def gate(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="[PLAN or TARGET]", help="A plan file, or a target to analyze."),
+    ] = str(DEFAULT_PLAN),
+    max_alias_skipped: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Most bytes that may be skipped under `alias`."),
+    ] = None,
+    max_skipped: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RULE=SIZE", help="The same for another rule; repeatable."),
+    ] = None,
+    rules: Rules = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(metavar="PLAN", help="An older plan; fail if more is skipped than in it."),
+    ] = None,
+    max_growth: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE|N%", help="How much more than the baseline is fine."),
+    ] = None,
+    param: Params = None,
+    device: Device = "cuda",
+    gpu: GpuName = None,
+    attention: Attention = None,
+    partitioner: PartitionerName = "min-cut",
+    min_size: MinSize = DEFAULT_MIN_SIZE,
+    format: Annotated[
+        Literal["text", "json", "markdown", "github"],
+        typer.Option(help="How to print the result; github prints annotations."),
+    ] = "text",
+    traceback_: ShowTraceback = False,
+) -> None:
+    """Fail (exit 3) if a plan skips more bytes than allowed.
+
+    Thresholds not given here are read from [tool.offplan] in pyproject.toml.
+    """
+    given = gates.Thresholds(
+        max_alias_skipped=None if max_alias_skipped is None else parse_size(max_alias_skipped),
+        max_skipped=dict(gates.parse_max_skipped(text) for text in max_skipped or []),
+        rules=rules,
+        baseline=baseline,
+        max_growth=None if max_growth is None else gates.parse_growth(max_growth),
+    )
+    thresholds = given.or_else(gates.read_config(Path.cwd()))
+    old = None if thresholds.baseline is None else load_plan(thresholds.baseline)
+    request = _Request(target, param or [], device, gpu, attention, partitioner)
+    plan = _plan_of(request, thresholds.rules or DEFAULT_RULES, parse_size(min_size))
+    result = gates.check(plan, thresholds, thresholds.rules, old)
+    typer.echo(render_gate(result, format, _width()), nl=False)
+    if not result.ok:
+        raise typer.Exit(3)
+
+
+# --- from a request to a plan ---------------------------------------------------------------------
+
+
+def _plan_of(request: _Request, rules: RuleSet, min_bytes: int) -> Plan:
+    if Path(request.target).suffix in (".yaml", ".yml"):
+        _refuse_params(request, "a plan file")
+        return load_plan(Path(request.target))
+    _, _, _, plan = _analyzed(request, rules, min_bytes, None)
+    return plan
+
+
+def _analyzed(
+    request: _Request, rules: RuleSet, min_bytes: int, budget: int | None
+) -> tuple[GraphFacts, dict[str, float], float, Plan]:
+    with Progress() as progress:
+        facts, seconds = _facts_of(request, progress)
+        progress.phase("analysis")
+        start = time.perf_counter()
+        plan = make_plan(facts, rules=rules, min_bytes=min_bytes, budget=budget)
+        return facts, seconds, time.perf_counter() - start, plan
+
+
+def _facts_of(request: _Request, progress: Progress) -> tuple[GraphFacts, dict[str, float]]:
+    if request.target.endswith(GRAPH_SUFFIX):
+        _refuse_params(request, "a saved graph")
+        return load_graph(Path(request.target)), {}
+    if Path(request.target).suffix in (".yaml", ".yml"):
+        raise UsageError(
+            f"{request.target} is not a target: plans are read by gate",
+            fix=f"offplan gate {request.target} --max-alias-skipped 0",
+        )
+    if request.attention is not None and request.device == "cpu":
+        raise UsageError("--attention chooses between CUDA kernels, so it needs --device cuda")
+    progress.phase("starting torch")
+    from offplan.trace.capture import Clock, TraceOptions, trace
+
+    options = TraceOptions(request.device, request.gpu, request.attention, request.partitioner)
+    clock = Clock(on_phase=progress.phase)
+    facts = trace(request.target, _parse_params(request.params), options, clock)
+    return facts, clock.seconds
+
+
+def _timing(seconds: dict[str, float], analysis_s: float) -> Timing | None:
+    if not seconds:
+        return None
+    build_s, capture_s = seconds.get("build", 0.0), seconds.get("capture", 0.0)
+    return Timing(build_s, capture_s, seconds.get("partition", 0.0), analysis_s)
+
+
+def _refuse_params(request: _Request, what: str) -> None:
+    if request.params:
+        raise UsageError(f"{request.target} is {what}, so it takes no -p")
+
+
+def _check_graph_name(path: Path) -> None:
+    if not path.name.endswith(GRAPH_SUFFIX):
+        raise UsageError(
+            f"--graph {path}: the name must end in {GRAPH_SUFFIX}, by which it is recognized",
+            fix=f"--graph {path.with_suffix('')}{GRAPH_SUFFIX}",
+        )
+
+
+def _parse_params(texts: list[str]) -> dict[str, str]:
+    params: dict[str, str] = {}
+    for text in texts:
+        key, separator, value = text.partition("=")
+        if not separator or not key.isidentifier():
+            raise UsageError(f"-p {text}: not KEY=VALUE", fix="for example: -p batch=8")
+        if key in params:
+            raise UsageError(f"-p {key} is given twice")
+        params[key] = value
+    return params
+
+
+def _parse_budget(text: str | None) -> int | None:
+    if text is None or text == "none":
+        return None
+    if text != "auto" and parse_size(text) == 0:
+        return 0
+    raise UsageError(
+        f"--budget {text}: only 0 (move everything movable) is known yet",
+        fix="leave it out to move nothing; budgets in bytes of peak come with a later version",
+    )
+
+
+def _width() -> int:
+    return shutil.get_terminal_size(fallback=(80, 24)).columns
