@@ -74,9 +74,7 @@ def peak_rss_bytes(arguments: list[str], plan: Path) -> int:
 
 def skipped_alias(report: dict[str, Any]) -> dict[str, int]:
     """Logical bytes skipped under ``alias``, by rule set."""
-    return {
-        sums["rules"]: sums["alias"]["logical_bytes"] for sums in report["rule_sets"]
-    }
+    return {sums["rules"]: sums["alias"]["logical_bytes"] for sums in report["rule_sets"]}
 
 
 def measure_time() -> dict[str, Any]:

@@ -38,8 +38,12 @@ OutputKind = Literal["output", "mutated", "saved", "gradient"]
 Partitioner = Literal["min-cut", "default"]
 
 
-class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Frozen, and strict about unknown fields, so that a misspelt one is an error with its path."""
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Frozen, and strict about unknown fields, so that a misspelt one is an error with its path.
+
+    Defaults are written out: msgspec would compare them by identity, which an empty tuple does not
+    always have, and the digest must not depend on that.
+    """
 
 
 class Storage(_Record, frozen=True):

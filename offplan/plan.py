@@ -32,6 +32,7 @@ from offplan.eligibility import Case, Index, LedgerRow, Outcome, RegionIndex, Ru
 from offplan.errors import FileFormatError, OutputError, PlanError
 from offplan.files import PLAN_FILE, YamlError, dump_yaml, parse_yaml, read_text, write_atomically
 from offplan.footprint import Footprint, footprint
+from offplan.gpus import DEFAULT_GPU, gpu_key
 from offplan.graph import GraphBreak, GraphFacts, Op, StorageId, TargetRef, ValueId, digest
 from offplan.planner import Move, Transfer
 from offplan.units import format_binary
@@ -137,6 +138,8 @@ class Plan(_Record, frozen=True):
 
 # --- making ---------------------------------------------------------------------------------------
 
+_Verdicts = Mapping[RuleSet, Sequence[eligibility.Verdict]]
+
 
 def make_plan(
     facts: GraphFacts,
@@ -155,13 +158,7 @@ def make_plan(
     }
     entries = tuple(_entries(index, verdicts, rules))
     transfers = planner.plan_transfers(facts, [*_moves(entries)], budget)
-    moved = {(transfer.region, transfer.storage) for transfer in transfers}
-    entries = tuple(
-        msgspec.structs.replace(entry, action="moved")
-        if (entry.region, entry.id) in moved
-        else entry
-        for entry in entries
-    )
+    entries = _marked(entries, transfers)
     saved_bytes = _total_bytes(entries, ("moved", "kept", "skipped"), facts.device)
     movable_bytes = _total_bytes(entries, ("moved", "kept"), facts.device)
     return Plan(
@@ -182,14 +179,29 @@ def make_plan(
         movable_bytes=movable_bytes,
         moved_bytes=_total_bytes(entries, ("moved",), facts.device),
         staying_bytes=saved_bytes - movable_bytes,
-        ledger={
-            name: eligibility.ledger(eligibility.cases(index, found))
-            for name, found in verdicts.items()
-        },
+        ledger=_ledgers(index, verdicts),
         storages=entries,
         transfers=transfers,
         breaks=facts.breaks,
         warnings=facts.warnings,
+    )
+
+
+def _ledgers(index: Index, verdicts: _Verdicts) -> dict[RuleSet, tuple[LedgerRow, ...]]:
+    return {
+        name: eligibility.ledger(eligibility.cases(index, found))
+        for name, found in verdicts.items()
+    }
+
+
+def _marked(entries: Iterable[Entry], transfers: Iterable[Transfer]) -> tuple[Entry, ...]:
+    """``entries``, with those that have a transfer marked as moved."""
+    moved = {(transfer.region, transfer.storage) for transfer in transfers}
+    return tuple(
+        msgspec.structs.replace(entry, action="moved")
+        if (entry.region, entry.id) in moved
+        else entry
+        for entry in entries
     )
 
 
@@ -207,9 +219,6 @@ def _total_bytes(entries: Sequence[Entry], actions: tuple[Action, ...], device: 
         if entry.action in actions and (entry.device != "cpu" or device == "cpu")
     }
     return sum(sizes.values())
-
-
-_Verdicts = Mapping[RuleSet, Sequence[eligibility.Verdict]]
 
 
 class _Origin(NamedTuple):
@@ -378,6 +387,9 @@ def analyze_command(plan: Plan) -> str:
         words += ["-p", f"{name}={value}"]
     if plan.device != "cuda":
         words += ["--device", plan.device]
+    gpu = gpu_key(plan.gpu)
+    if gpu is not None and gpu != DEFAULT_GPU:
+        words += ["--gpu", gpu]
     if plan.attention not in ("", "auto"):
         words += ["--attention", plan.attention]
     if plan.partitioner != "min-cut":

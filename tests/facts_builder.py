@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from offplan.graph import (
@@ -313,6 +314,9 @@ class FactsBuilder:
 
 
 # --- hypothesis -----------------------------------------------------------------------------------
+
+# Drawing a graph is slow on a busy machine, which is not what these tests are about.
+DRAWN = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # Sizes around the 5 MiB minimum and the planner's 2 GB window; nothing is ever allocated.
 SHAPES = ((), (0,), (3, 0), (7,), (1024,), (1024, 1280), (1024, 1281), (4096, 40960), (8192, 81920))

@@ -37,13 +37,16 @@ TABLE = {
     "offplan": Allowed(later="target"),
     "offplan.__main__": Allowed("cli"),
     "offplan.cli": Allowed(
-        "errors units files graph eligibility memory costs planner plan gate report report.*",
+        "errors units files gpus graph eligibility memory costs planner plan gate progress report "
+        "report.*",
         later="target trace trace.* replay replay.*",
     ),
     # Plain values, and what is computed from them.
     "offplan.errors": Allowed(),
     "offplan.units": Allowed("errors"),
     "offplan.files": Allowed("errors"),
+    "offplan.gpus": Allowed("errors"),
+    "offplan.progress": Allowed(),
     "offplan.graph": Allowed("errors files"),
     "offplan.footprint": Allowed("graph"),
     "offplan.eligibility": Allowed("errors units graph footprint"),
@@ -51,7 +54,9 @@ TABLE = {
     "offplan.costs": Allowed("errors units files graph"),
     "offplan.planner": Allowed("errors units graph footprint eligibility memory costs"),
     # make_plan calls the planner; check_plan, which proves what it made, must not (tested below).
-    "offplan.plan": Allowed("errors units files graph footprint eligibility memory costs planner"),
+    "offplan.plan": Allowed(
+        "errors units files gpus graph footprint eligibility memory costs planner"
+    ),
     "offplan.gate": Allowed("errors units files graph eligibility plan"),
     "offplan.report": Allowed(
         "errors units graph eligibility memory costs plan gate report.*",
@@ -63,15 +68,14 @@ TABLE = {
     "offplan.target": Allowed("errors units", torch=True),
     "offplan.trace": Allowed("trace.*", torch=True),
     PRIVATE_TORCH_MODULE: Allowed(torch=True),
-    "offplan.trace.gpus": Allowed("errors units", torch=True),
     "offplan.trace.sources": Allowed("target trace._torch", torch=True),
     "offplan.trace.failures": Allowed("errors target trace._torch trace.sources", torch=True),
     "offplan.trace.autograd": Allowed("errors trace._torch", torch=True),
-    "offplan.trace.attention": Allowed("errors trace._torch trace.gpus", torch=True),
-    "offplan.trace.pretend": Allowed("errors trace._torch trace.gpus", torch=True),
+    "offplan.trace.attention": Allowed("errors gpus trace._torch", torch=True),
+    "offplan.trace.pretend": Allowed("errors gpus trace._torch", torch=True),
     "offplan.trace.build": Allowed("errors trace._torch trace.sources", torch=True),
     "offplan.trace.facts": Allowed("errors graph trace._torch trace.sources", torch=True),
-    "offplan.trace.capture": Allowed("errors graph target trace trace.*", torch=True),
+    "offplan.trace.capture": Allowed("errors gpus graph target trace trace.*", torch=True),
     # From a plan to a run on a GPU.
     "offplan.replay": Allowed("replay.*", torch=True),
     "offplan.replay.*": Allowed(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
-from facts_builder import FactsBuilder, MiB, RegionBuilder, graph_facts
+from facts_builder import DRAWN, FactsBuilder, MiB, RegionBuilder, graph_facts
 from hypothesis import given, settings
 
 from offplan.eligibility import (
@@ -358,7 +356,7 @@ def test_the_ledger_by_holder_has_a_row_for_each_holder() -> None:
     assert [row.holder for row in ledger(cases(found, verdicts_))] == ["parameter"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(DRAWN, max_examples=40)
 @given(graph_facts())
 def test_the_ledger_adds_up(facts: GraphFacts) -> None:
     found = index(facts)
@@ -498,7 +496,7 @@ class Oracle:
         return "too_small" if storage.size_bytes < self.min_bytes else None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(DRAWN, max_examples=150)
 @given(graph_facts())
 def test_every_verdict_is_what_the_definitions_say(facts: GraphFacts) -> None:
     found = index(facts)
@@ -510,7 +508,7 @@ def test_every_verdict_is_what_the_definitions_say(facts: GraphFacts) -> None:
             assert verdict.rule == oracle.rule(value), (rules, verdict)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(DRAWN, max_examples=40)
 @given(graph_facts())
 def test_a_holder_is_a_value_that_keeps_the_storage_and_is_not_the_value_itself(
     facts: GraphFacts,
@@ -528,7 +526,7 @@ def test_a_holder_is_a_value_that_keeps_the_storage_and_is_not_the_value_itself(
             assert rules != "whole-storage" or verdict.holder
 
 
-@settings(max_examples=40, deadline=None)
+@settings(DRAWN, max_examples=40)
 @given(graph_facts())
 def test_under_whole_storage_the_views_of_a_storage_leave_together(facts: GraphFacts) -> None:
     found = index(facts)
@@ -537,20 +535,3 @@ def test_under_whole_storage_the_views_of_a_storage_leave_together(facts: GraphF
         if case.storage is not None:
             leave.setdefault((case.region, case.storage), set()).add(case.rule is None)
     assert all(len(answers) == 1 for answers in leave.values())
-
-
-def test_all_rule_sets_on_forty_layers_take_well_under_300_ms() -> None:
-    facts = FactsBuilder()
-    region = facts.region()
-    h = region.input("x", SHAPE)
-    for _ in range(40):
-        for _ in range(280):
-            h = region.op("aten.mul.Tensor", [h], SHAPE)
-        region.save(*(region.view(h, FLAT) for _ in range(20)))
-    built = facts.build()
-    started = time.perf_counter()
-    found = index(built)
-    for rules in RULE_SETS:
-        verdicts(found, rules)
-    # 0.03 s on two cores; the limit leaves room for a busy machine.
-    assert time.perf_counter() - started < 0.3

@@ -1,4 +1,4 @@
-"""What cannot be traced or built ends in one plain message: the op, the user's line, what to try."""
+"""What cannot be traced or built ends in one message: the op, the user's line, what to try."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offplan.trace.capture import TraceOptions, trace
 TARGETS = Path(__file__).parent / "targets" / "broken.py"
 DEVICES = ["cpu", "cuda"] if torch.version.cuda else ["cpu"]
 
-# factory -> (error, words of the message, a line of the factory that must be named, words of the fix)
+# factory -> (error, words of the message, words of the line that is named, words of the fix)
 CASES = {
     "shape_from_data": (TraceError, "aten.nonzero.default", "h[h > 0]", "torch.where"),
     "unique": (TraceError, "aten._unique2.default", "torch.unique", "fixed output shape"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from facts_builder import ITEM_BYTES, MiB, contiguous, strided_windows
+from facts_builder import DRAWN, ITEM_BYTES, MiB, contiguous, strided_windows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,7 +110,7 @@ def test_the_transposed_view_of_a_matrix_is_dense_in_bytes() -> None:
     assert footprint([window((128, 64), (1, 128))]).touched_bytes == 128 * 64 * 4
 
 
-@settings(max_examples=300, deadline=None)
+@settings(DRAWN, max_examples=300)
 @given(st.data())
 def test_one_view_of_nested_dimensions_is_counted_exactly(data: st.DataObject) -> None:
     shape, strides, inner = [], [], 1
@@ -128,7 +128,7 @@ def test_one_view_of_nested_dimensions_is_counted_exactly(data: st.DataObject) -
     assert found.touched_bytes == len(touched)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(DRAWN, max_examples=300)
 @given(st.data())
 def test_any_views_are_never_counted_under_and_never_over_their_range(data: st.DataObject) -> None:
     views = []
@@ -144,7 +144,7 @@ def test_any_views_are_never_counted_under_and_never_over_their_range(data: st.D
     assert found.transfer_bytes <= found.device_bytes
 
 
-@settings(max_examples=200, deadline=None)
+@settings(DRAWN, max_examples=200)
 @given(st.data())
 def test_shifted_slices_within_one_period_are_counted_exactly(data: st.DataObject) -> None:
     period, rows = data.draw(st.integers(4, 12)), data.draw(st.integers(2, 4))
@@ -157,7 +157,7 @@ def test_shifted_slices_within_one_period_are_counted_exactly(data: st.DataObjec
     assert footprint(views).touched_bytes == len(touched)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(DRAWN, max_examples=300)
 @given(strided_windows(40))
 def test_dense_means_as_many_elements_as_places_and_no_gap(
     drawn: tuple[tuple[int, ...], tuple[int, ...], int],

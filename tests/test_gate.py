@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from facts_builder import FactsBuilder, MiB
+from facts_builder import DRAWN, FactsBuilder, MiB
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,7 +101,7 @@ def test_a_check_that_passes_has_no_offenders() -> None:
     assert passed.offenders == ()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(DRAWN, max_examples=30)
 @given(st.integers(0, 3), st.integers(0, 8 * 8 * MiB))
 def test_a_check_fails_exactly_if_more_is_skipped_than_allowed(count: int, limit: int) -> None:
     result = check(layers(count), Thresholds(max_alias_skipped=limit))

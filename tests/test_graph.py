@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from facts_builder import FactsBuilder, graph_facts
+from facts_builder import DRAWN, FactsBuilder, graph_facts
 from hypothesis import given, settings
 
 from offplan.errors import FileFormatError
@@ -147,7 +147,7 @@ def test_what_the_graphs_compute_changes_the_digest(
     assert digest(change(small())) != digest(small())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(DRAWN, max_examples=40)
 @given(graph_facts())
 def test_a_graph_file_reads_back_as_written_with_the_same_digest(
     tmp_path_factory: pytest.TempPathFactory, facts: GraphFacts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import yaml
-from facts_builder import FactsBuilder, MiB, RegionBuilder, graph_facts
+from facts_builder import DRAWN, FactsBuilder, MiB, RegionBuilder, graph_facts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -160,7 +159,7 @@ def test_a_budget_of_a_size_is_a_usage_error() -> None:
         make_plan(facts.build(), budget=10)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(DRAWN, max_examples=40)
 @given(graph_facts())
 def test_the_ledgers_in_a_plan_are_those_of_its_views(facts: GraphFacts) -> None:
     plan = make_plan(facts)
@@ -169,7 +168,7 @@ def test_the_ledgers_in_a_plan_are_those_of_its_views(facts: GraphFacts) -> None
         assert eligibility.ledger(found) == plan.ledger[rules]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(DRAWN, max_examples=40)
 @given(graph_facts())
 def test_under_whole_storage_movable_bytes_are_the_ledgers_eligible_bytes(
     facts: GraphFacts,
@@ -199,7 +198,7 @@ def test_the_command_quotes_what_a_shell_would_split() -> None:
     assert command == "offplan analyze 'my model.py:f' -p 'name=a b' --device cpu"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(DRAWN, max_examples=40)
 @given(graph_facts(), st.sampled_from(RULE_SETS), st.sampled_from((None, 0)))
 def test_a_plan_reads_back_as_written_and_the_same_facts_give_the_same_bytes(
     tmp_path_factory: pytest.TempPathFactory, facts: GraphFacts, rules: str, budget: int | None
@@ -214,7 +213,7 @@ def test_a_plan_reads_back_as_written_and_the_same_facts_give_the_same_bytes(
     assert dump_plan(make_plan(facts, rules=rules, budget=budget)) == content  # type: ignore[arg-type]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(DRAWN, max_examples=60)
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_any_name_of_a_target_or_holder_reads_back(
     tmp_path_factory: pytest.TempPathFactory, spec: str, name: str
@@ -257,9 +256,7 @@ def test_the_file_is_the_same_without_libyaml(monkeypatch: pytest.MonkeyPatch) -
     assert dump_plan(plan).decode().split("\n", 1)[1] == python_text
 
 
-def test_a_plan_of_nine_hundred_views_is_written_and_read_in_well_under_a_second(
-    tmp_path: Path,
-) -> None:
+def test_a_plan_of_nine_hundred_views_is_read_as_it_was_written(tmp_path: Path) -> None:
     facts = FactsBuilder()
     region = facts.region()
     x = region.input("x", SHAPE)
@@ -268,13 +265,8 @@ def test_a_plan_of_nine_hundred_views_is_written_and_read_in_well_under_a_second
         region.save(y, region.view(y, FLAT, module=f"layers.{layer}"))
     plan = make_plan(facts.build(), budget=0)
     path = tmp_path / "plan.yaml"
-    started = time.perf_counter()
     write_plan(path, plan)
-    written = time.perf_counter()
     assert load_plan(path) == plan
-    # 0.3 and 0.2 s on two cores; the limits leave room for a busy machine.
-    assert written - started < 1
-    assert time.perf_counter() - written < 1
 
 
 @pytest.mark.parametrize(
@@ -333,7 +325,7 @@ def test_a_foreign_file_is_not_a_plan_and_the_message_says_how_to_get_one(
     assert str(path) in str(caught.value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(DRAWN, max_examples=60)
 @given(st.data())
 def test_a_plan_with_any_byte_changed_is_read_or_refused_never_a_crash(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -351,7 +343,7 @@ def test_a_plan_with_any_byte_changed_is_read_or_refused_never_a_crash(
 # --- the proof ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(DRAWN, max_examples=100)
 @given(graph_facts(), st.sampled_from(RULE_SETS), st.sampled_from((None, 0)))
 def test_every_plan_that_is_made_passes(facts: GraphFacts, rules: str, budget: int | None) -> None:
     check_plan(facts, make_plan(facts, rules=rules, min_bytes=0, budget=budget))  # type: ignore[arg-type]
@@ -397,7 +389,7 @@ BREAKS: dict[str, Callable[[Transfer], Transfer]] = {
 }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(DRAWN, max_examples=100)
 @given(graph_facts(), st.sampled_from(sorted(BREAKS)), st.data())
 def test_a_transfer_that_is_changed_to_be_wrong_is_refused(
     facts: GraphFacts, name: str, data: st.DataObject

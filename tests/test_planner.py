@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from facts_builder import FactsBuilder, RegionBuilder, graph_facts
+from facts_builder import DRAWN, FactsBuilder, RegionBuilder, graph_facts
 from hypothesis import given, settings
 
 from offplan.errors import UsageError
@@ -203,14 +203,14 @@ def reads_of(facts: GraphFacts, transfer: Transfer) -> tuple[int, int | None]:
     return last, min(needs, default=None)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(DRAWN, max_examples=50)
 @given(graph_facts())
 def test_transfers_are_offloaded_at_the_last_use_and_needed_at_the_first(facts: GraphFacts) -> None:
     for transfer in make_plan(facts, min_bytes=0, budget=0).transfers:
         assert (transfer.offload_after, transfer.needed_by) == reads_of(facts, transfer)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(DRAWN, max_examples=50)
 @given(graph_facts())
 def test_no_more_than_the_window_is_in_flight_at_any_op(facts: GraphFacts) -> None:
     plan = make_plan(facts, min_bytes=0, budget=0)
@@ -232,7 +232,7 @@ def test_no_more_than_the_window_is_in_flight_at_any_op(facts: GraphFacts) -> No
         assert ahead <= IN_FLIGHT_BYTES
 
 
-@settings(max_examples=50, deadline=None)
+@settings(DRAWN, max_examples=50)
 @given(graph_facts())
 def test_the_floor_moves_every_movable_storage_once(facts: GraphFacts) -> None:
     plan = make_plan(facts, budget=0)

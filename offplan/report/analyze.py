@@ -430,8 +430,9 @@ def _verdict(row: StorageRow) -> str:
         return "eligible, kept"
     if row.rule in ("unsupported", "symbolic_size"):
         return f"skipped under {row.rule}: {row.holder}"
-    # A parameter's own entry would say the same twice.
-    if not row.holder or row.holder == f"{row.op} {row.name}":
+    # What it is held by is the storage itself, named on the next line.
+    itself = row.rule in ("parameter", "input") and row.holder == f"{row.op} {row.name}"
+    if not row.holder or itself:
         return f"skipped under {row.rule}"
     return f"skipped under {row.rule}, held by {row.holder}"
 
@@ -444,10 +445,10 @@ def _storage_lines(row: StorageRow) -> Iterator[str]:
     else:
         yield f"{format_size(row.size_bytes)} from {_made_by(row)}"
         yield from _view_lines(row.views)
-    whole = row.transfer_bytes == row.size_bytes
-    if row.transfer_bytes is not None and row.reload_bytes is not None and not whole:
+    if row.transfer_bytes is not None and row.reload_bytes is not None:
         carried, back = format_size(row.transfer_bytes), format_size(row.reload_bytes)
-        yield f"transfers {carried} each way, takes {back} when reloaded"
+        if carried != format_size(row.size_bytes):
+            yield f"transfers {carried} each way, takes {back} when reloaded"
 
 
 def _view_lines(views: Sequence[SavedAs]) -> Iterator[str]:

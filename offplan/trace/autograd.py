@@ -1,8 +1,8 @@
 """Gradients of fake CUDA tensors on a machine with no GPU.
 
 The C++ autograd engine asks the CUDA driver for a context before it runs a node whose tensors are
-on a GPU, fake ones included.  ``PythonBackward`` answers ``torch.autograd.grad`` by walking the
-graph from Python instead, and must record the very ops that the engine would, in the same order:
+on a GPU, fake ones included.  ``python_backward`` puts a walk of the graph from Python in its
+place, which must record the very ops that the engine would, in the same order:
 
 1.  Only nodes on a path to a requested input run.
 2.  Of the nodes whose gradients have all arrived, the one recorded last in the forward runs first.
@@ -22,34 +22,22 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.autograd.graph import get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
 from offplan.errors import TraceError
-from offplan.trace._torch import fx_traceback, input_metadata, sequence_number
+from offplan.trace._torch import ENGINE_RUN_BACKWARD, fx_traceback, input_metadata, sequence_number
 
 Gradient = torch.Tensor | None
 
 
-class PythonBackward(TorchFunctionMode):
-    """Answers ``torch.autograd.grad`` in Python while active; everything else passes through."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.autograd.grad:
-            return _grad(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
 @contextmanager
 def python_backward() -> Iterator[None]:
-    """Run autograd from Python inside the context."""
-    with _record_materialize_choice(), PythonBackward():
+    """Walk autograd graphs from Python inside the context, wherever torch would run its engine."""
+    with _record_materialize_choice(), mock.patch.object(*ENGINE_RUN_BACKWARD, _run_backward):
         yield
 
 
@@ -70,30 +58,24 @@ def _record_materialize_choice() -> Iterator[None]:
         FunctionCtx.set_materialize_grads = original  # type: ignore[method-assign]
 
 
-def _grad(
+def _run_backward(
     outputs: Sequence[torch.Tensor],
+    grad_outputs: Sequence[Gradient],
+    keep_graph: bool,
+    create_graph: bool,
     inputs: Sequence[torch.Tensor],
-    grad_outputs: Sequence[Gradient] | None = None,
-    *,
-    create_graph: bool = False,
-    allow_unused: bool | None = None,
-    is_grads_batched: bool = False,
-    materialize_grads: bool = False,
-    **_ignored: Any,
+    allow_unreachable: bool = False,
+    accumulate_grad: bool = False,
 ) -> tuple[Gradient, ...]:
-    if create_graph or is_grads_batched or materialize_grads:
+    """What the engine's entry point does, for the calls that AOTAutograd makes of it."""
+    if create_graph or accumulate_grad:
         raise TraceError(
             "double backward (autograd.grad with create_graph) cannot be traced without a GPU",
             fix="leave the gradient penalty out of the traced step, or trace with --device cpu",
         )
-    seeds = grad_outputs if grad_outputs is not None else [None] * len(outputs)
     with torch.no_grad():
-        arrived = [
-            torch.ones_like(output) if seed is None else seed
-            for output, seed in zip(outputs, seeds, strict=True)
-        ]
-        found = _Walk(outputs, inputs).run(arrived)
-    if not allow_unused and any(gradient is None for gradient in found):
+        found = _Walk(outputs, inputs).run(grad_outputs)
+    if not allow_unreachable and any(gradient is None for gradient in found):
         raise RuntimeError("One of the differentiated Tensors appears to not have been used")
     return found
 
@@ -112,7 +94,7 @@ class _Walk:
         self.arrival = itertools.count()
         self.captured: dict[tuple[Any, int], Gradient] = {}
 
-    def run(self, seeds: Sequence[torch.Tensor]) -> tuple[Gradient, ...]:
+    def run(self, seeds: Sequence[Gradient]) -> tuple[Gradient, ...]:
         self._deliver(self.roots, _fitted(self.roots, seeds))
         while self.ready:
             _, _, node = heapq.heappop(self.ready)
@@ -214,9 +196,7 @@ def _match_edges(node: Any, results: list[Gradient]) -> list[Gradient]:
     return [None if child is None else next(given, None) for child, _ in node.next_functions]
 
 
-def _fitted(
-    edges: Sequence[tuple[Any, int]], gradients: Sequence[Gradient]
-) -> list[Gradient]:
+def _fitted(edges: Sequence[tuple[Any, int]], gradients: Sequence[Gradient]) -> list[Gradient]:
     """Each gradient as the node at the end of its edge wants it (definition 4)."""
     return [
         gradient

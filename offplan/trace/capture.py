@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from offplan.errors import DeviceError, TraceError
+from offplan.gpus import DEFAULT_GPU, Gpu, find_gpu
 from offplan.graph import GraphBreak, GraphFacts, ModelTensor, Partitioner, TargetRef
 from offplan.target import Target, load_target
 from offplan.trace import failures
@@ -48,7 +49,6 @@ from offplan.trace.attention import choose_attention
 from offplan.trace.autograd import python_backward
 from offplan.trace.build import Placer, building
 from offplan.trace.facts import BoundInput, FactsBuilder, RegionTemplate, clean_path, read_region
-from offplan.trace.gpus import DEFAULT_GPU, Gpu, find_gpu
 from offplan.trace.pretend import pretend_gpu
 from offplan.trace.sources import SourceNames
 
@@ -97,11 +97,15 @@ def trace(
     """
     clock = clock or Clock()
     machine = _Machine.of(options)
-    reset_dynamo()
-    with _exact_fakes(), machine.active(), warnings.catch_warnings():
-        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
         # What torch warns about while tracing concerns compiled execution, which does not happen.
         warnings.simplefilter("ignore")
+        reset_dynamo()
+        stack.callback(reset_dynamo)
+        stack.enter_context(_exact_fakes())
+        stack.enter_context(machine.active())
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with clock.phase("build"), building(fake_mode):
             loaded = load_target(spec, params)
         placer = Placer(fake_mode, torch.device(options.device, 0 if machine.is_cuda else None))
@@ -117,7 +121,6 @@ def trace(
             capture.run(fake_mode)
     # Partitioning happens inside the capture; the two are reported apart.
     clock.seconds["capture"] -= clock.seconds.get("partition", 0.0)
-    reset_dynamo()
     names = SourceNames()
     return GraphFacts(
         target=TargetRef(spec, dict(params), names.of_text(loaded.source)),
@@ -184,7 +187,7 @@ class _Machine:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """What has to be active around AOTAutograd only: Dynamo would trace a function mode."""
+        """What has to be active while AOTAutograd traces: it takes gradients."""
         if self.pretended is None:
             yield
             return
@@ -208,7 +211,6 @@ class _Capture:
         self.sources = SourceNames()
         self.names = _tensor_names(target)
         self.output_count = 0
-        self.in_backend = False
         # Keeps every tensor whose storage key is recorded alive, so that no key is used again.
         self.kept: list[Any] = []
 
@@ -225,7 +227,7 @@ class _Capture:
             dynamo_config.patch(**{k: v for k, v in settings.items() if hasattr(dynamo_config, k)}),
             functorch_config.patch(enable_autograd_cache=False),
             failures.explained(self.sources),
-            mock.patch.object(*ENGINE_RUN_BACKWARD, self._run_backward),
+            mock.patch.object(*ENGINE_RUN_BACKWARD, _refuse_backward),
             _quiet_logs(),
         ):
             compiled = torch.compile(step, backend=self.backend, dynamic=False)
@@ -238,15 +240,6 @@ class _Capture:
                 f"{count} tensors of {saved_bytes} bytes are saved by ops that run between the "
                 "graphs; they are not part of this analysis (see the graph breaks)"
             )
-
-    def _run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.in_backend:
-            return engine_run_backward(*args, **kwargs)
-        raise TraceError(
-            "the forward takes a gradient itself, so the step needs a double backward, "
-            "which AOTAutograd does not trace",
-            fix="leave the gradient penalty out of the traced step",
-        )
 
     def _check_regions(self) -> None:
         if not self.builder.regions:
@@ -265,7 +258,10 @@ class _Capture:
         self._record_break(module)
         placeholders = module.graph.find_nodes(op="placeholder")
         region = _CompiledRegion(self, [_local_path(node) for node in placeholders])
-        with self._backend(), self.machine.tracing():
+        with (
+            mock.patch.object(*ENGINE_RUN_BACKWARD, engine_run_backward),
+            self.machine.tracing(),
+        ):
             region.callable = aot_module_simplified(
                 module,
                 example_inputs,
@@ -275,14 +271,6 @@ class _Capture:
                 keep_inference_input_mutations=True,
             )
         return region
-
-    @contextmanager
-    def _backend(self) -> Iterator[None]:
-        self.in_backend = True
-        try:
-            yield
-        finally:
-            self.in_backend = False
 
     def _record_break(self, module: fx.GraphModule) -> None:
         reason = getattr(module, "compile_subgraph_reason", None)
@@ -392,9 +380,9 @@ class _CompiledRegion:
         capture.kept.extend((given, results))
         names = []
         for result in results[: template.output_count]:
-            names.append(f"output {capture.output_count}")
+            names.append(str(capture.output_count))
             if isinstance(result, torch.Tensor):
-                handed = BoundInput("handed", names[-1], storage_key(result))
+                handed = BoundInput("handed", f"output {names[-1]}", storage_key(result))
                 capture.names.setdefault(storage_key(result), handed)
             capture.output_count += 1
         capture.builder.add(
@@ -416,6 +404,15 @@ class _CompiledRegion:
         if known is not None:
             return known
         return BoundInput("input", placeholder, key)
+
+
+def _refuse_backward(*args: Any, **kwargs: Any) -> Any:
+    """Stands for the autograd engine in the code around compiled graphs."""
+    raise TraceError(
+        "the forward takes a gradient itself, so the step needs a double backward, "
+        "which AOTAutograd does not trace",
+        fix="leave the gradient penalty out of the traced step",
+    )
 
 
 def _local_path(node: fx.Node) -> str:

@@ -19,8 +19,8 @@ from unittest import mock
 
 import torch
 
+from offplan.gpus import Gpu
 from offplan.trace._torch import FakeTensorMode, fake_tensor_module, torch_c
-from offplan.trace.gpus import Gpu
 
 
 @contextmanager

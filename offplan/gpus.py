@@ -42,8 +42,18 @@ DEFAULT_GPU = "h200"
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU called ``name``, in any case and with or without spaces and dashes (``RTX-4090``)."""
-    key = name.lower().replace(" ", "").replace("-", "").replace("_", "")
-    if key not in GPUS:
-        raise UsageError(f"unknown GPU {name!r}", fix=f"use one of: {', '.join(GPUS)}")
-    return GPUS[key]
+    """The GPU called ``name``: a key of ``GPUS``, however spelt (``RTX-4090``), or torch's name."""
+    wanted = _letters(name)
+    for key, gpu in GPUS.items():
+        if wanted in (key, _letters(gpu.name)):
+            return gpu
+    raise UsageError(f"unknown GPU {name!r}", fix=f"use one of: {', '.join(GPUS)}")
+
+
+def gpu_key(name: str) -> str | None:
+    """The short name of the GPU that torch calls ``name``; None if it is not listed."""
+    return next((key for key, gpu in GPUS.items() if gpu.name == name), None)
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
