@@ -246,6 +246,16 @@ def test_releases_of_torch_differ(
     assert chosen(attention_call, Platform((9, 0), 92400, (2, minor))) == since
 
 
+@pytest.mark.parametrize(
+    ("version", "kernel"), [(91800, "cudnn"), (92400, "flash"), (92401, "cudnn"), (92501, "cudnn")]
+)
+def test_2_14_keeps_single_queries_from_cudnn_that_fails_on_them(version: int, kernel: str) -> None:
+    single = call((2, 8, 1, 64), key=SHAPE)
+    assert chosen(single, Platform((10, 0), version, (2, 14))) == kernel
+    assert chosen(single, Platform((9, 0), version, (2, 14))) == "cudnn"
+    assert chosen(single, Platform((10, 0), version, (2, 13))) == "cudnn"
+
+
 def test_a_one_dimensional_mask_is_torch_s_error_where_cudnn_is_tried() -> None:
     with pytest.raises(IndexError):
         chosen(call(mask=(128,)), H200)

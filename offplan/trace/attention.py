@@ -201,6 +201,7 @@ class Rules:
     cudnn_dropout_sixteenths: bool
     cudnn_grid_limit: bool
     cudnn_head_256: bool
+    cudnn_decode_faults: bool
     efficient_offset_alignment: bool
     cudnn_first_on_all_minors: bool
     mask_gradient_trains: bool
@@ -227,6 +228,8 @@ class Rules:
             cudnn_grid_limit=since_13,
             # 2.14 ties head sizes above 128 to cuDNN above 9.22, and to those with a backward pass.
             cudnn_head_256=since_14,
+            # 2.14 keeps single queries from versions of cuDNN that fail on them on sm10x and sm11x.
+            cudnn_decode_faults=since_14,
             # 2.13 checks where q, k and v start in their storages for the efficient kernel.
             efficient_offset_alignment=since_13,
             # 2.13 on CUDA 13 prefers cuDNN on every sm9x and sm10x; before, minor 0 and 3 only.
@@ -474,7 +477,15 @@ def _cudnn_sizes(call: AttentionCall, platform: Platform, rules: Rules) -> str |
         return "it takes no single key"
     if query_length == 1 and call.dropout_p != 0.0:
         return "it takes no single query with dropout"
+    if query_length == 1 and rules.cudnn_decode_faults and _cudnn_decode_fails(platform):
+        return "this version of cuDNN takes no single query on this GPU"
     return _cudnn_backward_sizes(call, platform, rules)
+
+
+def _cudnn_decode_fails(platform: Platform) -> bool:
+    version = platform.cudnn_version or 0
+    faulty = 91900 <= version <= 92400 or version == 92500
+    return faulty and platform.capability[0] in (10, 11)
 
 
 def _cudnn_head_limit(head_size: int, value_size: int, platform: Platform, rules: Rules) -> int:

@@ -1,0 +1,59 @@
+"""The README's session prints what the README says.
+
+``OFFPLAN_UPDATE_EXPECTED=1 pytest tests/test_readme.py`` writes the printed output into it again.
+Times, the torch version and line numbers inside installed packages differ from machine to machine,
+and are left out of the comparison.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from offplan.cli import app
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+COMMAND = re.compile(r"<!-- command:([\w-]+) -->\n```console\n\$ offplan (.*)\n```")
+OUTPUT = r"(<!-- output:{name} -->\n```text\n)(.*?)(```)"
+EXIT_CODES = {"analyze": 0, "gate": 0, "gate-fails": 3}
+
+
+def comparable(text: str) -> str:
+    text = re.sub(r"  took .*?\n\n", "  took ...\n\n", text, flags=re.DOTALL)
+    text = re.sub(r"torch \d+\.\d+\.\d+", "torch ...", text)
+    return re.sub(r"(transformers/[\w/]+\.py):\d+", r"\1:...", text)
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch")
+def test_the_session_prints_what_the_readme_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "sample_graphs").symlink_to(ROOT / "sample_graphs")
+    text = README.read_text()
+    commands = COMMAND.findall(text)
+    assert [name for name, _ in commands] == list(EXIT_CODES)
+    for name, command in commands:
+        result = CliRunner().invoke(app, shlex.split(command))
+        assert result.exit_code == EXIT_CODES[name], result.stderr
+        pattern = re.compile(OUTPUT.format(name=name), re.DOTALL)
+        if os.environ.get("OFFPLAN_UPDATE_EXPECTED"):
+            printed = result.stdout
+            text = pattern.sub(lambda m, p=printed: m[1] + p + m[3], text)
+        shown = pattern.search(text)
+        assert shown, f"README has no output for {name}"
+        assert comparable(result.stdout) == comparable(shown[2])
+    if os.environ.get("OFFPLAN_UPDATE_EXPECTED"):
+        README.write_text(text)
+
+
+def test_commands_of_the_makefile_that_the_readme_names_exist():
+    targets = set(re.findall(r"^(\w+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"make (\w+)", README.read_text()))
+    assert {"demo", "test"} <= named <= targets
