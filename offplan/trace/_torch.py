@@ -13,6 +13,8 @@ import torch._dynamo
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import _C as torch_c
+from torch._C import _get_sdp_priority_order as get_sdp_priority_order
+from torch._C import _set_sdp_priority_order as set_sdp_priority_order
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._dynamo.exc import Unsupported as DynamoUnsupported
 from torch._functorch.aot_autograd import aot_module_simplified
@@ -27,8 +29,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    is_fake,
 )
 from torch.fx import traceback as fx_traceback
+from torch.library import _scoped_library as scoped_library
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import (
     keystr,
@@ -53,17 +57,25 @@ __all__ = [
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
     "aot_module_simplified",
+    "cudnn_attention",
     "default_partition",
     "dynamo_config",
+    "efficient_attention",
     "engine_run_backward",
     "fake_tensor_module",
+    "flash_attention",
     "functorch_config",
     "fx_traceback",
+    "get_sdp_priority_order",
     "input_metadata",
+    "is_fake",
     "is_traceable_wrapper_subclass",
+    "math_attention",
     "min_cut_rematerialization_partition",
     "reset_dynamo",
+    "scoped_library",
     "sequence_number",
+    "set_sdp_priority_order",
     "storage_key",
     "torch_c",
     "tree_flatten",
@@ -72,6 +84,10 @@ __all__ = [
     "tree_map_only",
 ]
 
+cudnn_attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
+efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
+math_attention: Any = torch.ops.aten._scaled_dot_product_attention_math.default
 reset_dynamo = torch._dynamo.reset
 engine_run_backward = torch.autograd._engine_run_backward
 # Where torch.autograd looks it up, for patching.

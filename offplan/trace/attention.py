@@ -23,7 +23,8 @@ The rule:
 5. cuDNN: no strict determinism; fp16 or bf16; sm80 to sm121; a mask that needs no gradient and
    broadcasts from 2 or 4 dimensions; head sizes that are multiples of 8 within a limit that depends
    on the GPU and on the versions of cuDNN and torch; more than one key; no dropout with a single
-   query; since torch 2.12, a dropout probability in sixteenths.
+   query; since torch 2.12, a dropout probability in sixteenths; since 2.14, no single query on
+   sm10x and sm11x under most versions of cuDNN from 9.19 to 9.25.0.
 6. efficient: sm50 to sm121; fp16 or fp32, or bf16 from sm80; head sizes that are multiples of the
    tensor cores' alignment.
 7. All three: four dimensions, one batch size, head counts that are equal (or grouped, where the
@@ -60,18 +61,19 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-# isort: split
-# --- private torch names, tested with 2.11 to 2.14; to move to trace/_torch.py ------------------
-from torch._C import _get_sdp_priority_order, _set_sdp_priority_order
-from torch._subclasses.fake_tensor import is_fake
-from torch.library import _scoped_library
+from offplan.errors import TraceError
+from offplan.trace._torch import (
+    cudnn_attention,
+    efficient_attention,
+    flash_attention,
+    get_sdp_priority_order,
+    is_fake,
+    math_attention,
+    scoped_library,
+    set_sdp_priority_order,
+)
 
 _attention = torch.ops.aten.scaled_dot_product_attention.default
-_cudnn_attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-_flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
-_efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
-_math_attention: Any = torch.ops.aten._scaled_dot_product_attention_math.default
-# --- end of private torch names -----------------------------------------------------------------
 
 __all__ = [
     "AttentionCall",
@@ -106,8 +108,8 @@ _EFFICIENT_MASK_ALIGNMENT = 8
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
-class AttentionError(Exception):
-    """An attention call cannot be traced as asked: one line saying what, why and what to do."""
+class AttentionError(TraceError):
+    """An attention call cannot be traced as asked: says which kernel, why not, what to do."""
 
 
 class NoAvailableKernelError(AttentionError, RuntimeError):
@@ -550,7 +552,7 @@ def read_state() -> AttentionState:
         ("efficient", torch.backends.cuda.mem_efficient_sdp_enabled()),
         ("math", torch.backends.cuda.math_sdp_enabled()),
     )
-    order = tuple(_BACKENDS[b] for b in _get_sdp_priority_order() if b in _BACKENDS)
+    order = tuple(_BACKENDS[b] for b in get_sdp_priority_order() if b in _BACKENDS)
     strict = not torch.is_deterministic_algorithms_warn_only_enabled()
     return AttentionState(
         order=order,
@@ -631,14 +633,14 @@ def choose_attention(gpu_capability: tuple[int, int], override: str | None) -> I
         output: Tensor = original.call_boxed(keyset, query, *args, **kwargs)
         return output
 
-    order = _get_sdp_priority_order()
+    order = get_sdp_priority_order()
     try:
         _forget_installed_order(order)
-        with _scoped_library("aten", "IMPL") as library:
+        with scoped_library("aten", "IMPL") as library:
             _register(library, attention)
             yield
     finally:
-        _set_sdp_priority_order(order)
+        set_sdp_priority_order(order)
 
 
 def _forget_installed_order(order: list[int]) -> None:
@@ -647,7 +649,7 @@ def _forget_installed_order(order: list[int]) -> None:
     installed += [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     if order[:4] == [backend.value for backend in installed]:
         initial = [*installed[1:], installed[0]]
-        _set_sdp_priority_order([backend.value for backend in initial])
+        set_sdp_priority_order([backend.value for backend in initial])
 
 
 def _register(library: torch.library.Library, attention: Callable[..., Tensor]) -> None:
@@ -783,7 +785,7 @@ class _Chooser:
         if not self._made_first_call and _prefers_cudnn(self._platform):
             numbers = {kernel: number for number, kernel in _BACKENDS.items()}
             order = [numbers[kernel] for kernel in default_order(self._platform)]
-            _set_sdp_priority_order(order)
+            set_sdp_priority_order(order)
         self._made_first_call = True
 
 
@@ -818,9 +820,7 @@ def _flash(arguments: _Arguments) -> Tensor:
     if scale is None:
         # Given always, because it is that of the size before padding.
         scale = 1.0 / math.sqrt(head_size) if head_size else math.inf
-    outputs = _flash_attention(
-        *padded, arguments.dropout_p, arguments.is_causal, False, scale=scale
-    )
+    outputs = flash_attention(*padded, arguments.dropout_p, arguments.is_causal, False, scale=scale)
     output: Tensor = outputs[0]
     return output if output.size(-1) == head_size else _slice_last(output, head_size)
 
@@ -831,7 +831,7 @@ def _pad_head(tensor: Tensor) -> Tensor:
 
 
 def _cudnn(arguments: _Arguments, trains: bool, mask_fill: float) -> Tensor:
-    outputs = _cudnn_attention(
+    outputs = cudnn_attention(
         arguments.query,
         arguments.key,
         arguments.value,
@@ -852,7 +852,7 @@ def _efficient(arguments: _Arguments, trains: bool) -> Tensor:
     if mask is not None:
         full_shape = (query.size(0), query.size(1), query.size(2), key.size(2))
         mask = _aligned(mask).expand(full_shape)
-    outputs = _efficient_attention(
+    outputs = efficient_attention(
         query,
         key,
         arguments.value,
@@ -868,7 +868,7 @@ def _efficient(arguments: _Arguments, trains: bool) -> Tensor:
 
 def _math(arguments: _Arguments) -> Tensor:
     # A composite of PyTorch's own; it asks nothing of the driver and decomposes as on the GPU.
-    outputs = _math_attention(
+    outputs = math_attention(
         arguments.query,
         arguments.key,
         arguments.value,
