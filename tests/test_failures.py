@@ -74,6 +74,14 @@ def test_a_cpu_build_of_torch_refuses_cuda_before_torch_can_abort(monkeypatch):
     assert "--device cpu" in raised.value.fix
 
 
+@pytest.mark.skipif(torch.version.cuda is None, reason="needs a CUDA build of torch")
+def test_a_gpu_that_this_build_of_torch_has_dropped_is_refused():
+    if int(torch.version.cuda.split(".")[0]) < 13:
+        pytest.skip("CUDA before 13 still supports sm70")
+    with pytest.raises(DeviceError, match="does not run on Tesla V100"):
+        trace(f"{TARGETS.parent / 'working.py'}:plain", {}, TraceOptions(gpu="v100"))
+
+
 def test_an_interrupt_is_not_turned_into_an_error(monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt

@@ -176,6 +176,7 @@ class _Machine:
         with ExitStack() as stack:
             if self.pretended is not None:
                 stack.enter_context(pretend_gpu(self.pretended))
+                _refuse_unsupported(self.pretended)
             if self.is_cuda and (self.pretended is not None or self.attention is not None):
                 capability = (
                     self.pretended.capability
@@ -193,6 +194,18 @@ class _Machine:
             return
         with python_backward():
             yield
+
+
+def _refuse_unsupported(gpu: Gpu) -> None:
+    """Torch's own word on whether this build runs on ``gpu``, which is being pretended."""
+    try:
+        torch.backends.cudnn.version()
+    except RuntimeError as error:
+        reason = str(error).split(". ")[0]
+        raise DeviceError(
+            f"torch {torch.__version__} does not run on {gpu.name}: {reason}",
+            fix="install a build of torch that supports it, or name another GPU with --gpu",
+        ) from error
 
 
 class _Capture:
