@@ -15,6 +15,7 @@ import torch._functorch.config as functorch_config
 from torch import _C as torch_c
 from torch._C import _get_sdp_priority_order as get_sdp_priority_order
 from torch._C import _set_sdp_priority_order as set_sdp_priority_order
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._dynamo.exc import Unsupported as DynamoUnsupported
 from torch._functorch.aot_autograd import aot_module_simplified
@@ -57,6 +58,7 @@ __all__ = [
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
     "aot_module_simplified",
+    "boxed_nop",
     "cudnn_attention",
     "default_partition",
     "dynamo_config",

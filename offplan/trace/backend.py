@@ -1,0 +1,267 @@
+"""What tracing a step and replaying it have in common: how it is compiled, and what is recorded.
+
+1.  A step is compiled by ``torch.compile`` with static shapes and no fallback, each graph by
+    AOTAutograd with a partitioner of ours, with fresh fake tensors for every op.
+2.  A *compiled graph* is read once, into a template, when it is partitioned.
+3.  Each *run* of a compiled graph is one region, in the order in which they ran.  A run binds the
+    template to what it was given; tensors are told apart by their storages.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offplan.errors import TraceError
+from offplan.graph import GraphBreak, ModelTensor
+from offplan.target import Target
+from offplan.trace._torch import (
+    TracingContext,
+    default_partition,
+    dynamo_config,
+    functorch_config,
+    min_cut_rematerialization_partition,
+    storage_key,
+    tree_leaves_with_path,
+)
+from offplan.trace.facts import BoundInput, FactsBuilder, RegionTemplate, clean_path, read_region
+from offplan.trace.sources import SourceNames
+
+COMPILER = "aot_eager"
+PARTITIONERS = {"min-cut": min_cut_rematerialization_partition, "default": default_partition}
+
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+@contextmanager
+def compile_settings() -> Iterator[None]:
+    """Torch's settings while a step is compiled (definition 1)."""
+    settings: dict[str, Any] = {
+        # Falling back to eager would leave part of the model out without saying so.
+        "recompile_limit": 1_000_000,
+        "accumulated_recompile_limit": 1_000_000,
+        "suppress_errors": False,
+        # A fake tensor made from the cache can have a smaller storage than the op allocates (torch
+        # 2.11 and 2.13: aten.copy onto a strided tensor), so one op would differ from call to call.
+        "fake_tensor_cache_enabled": False,
+    }
+    with (
+        dynamo_config.patch(**{k: v for k, v in settings.items() if hasattr(dynamo_config, k)}),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
+
+
+class Recorder:
+    """The regions of one step, as its compiled graphs run, and the breaks between them."""
+
+    def __init__(self, target: Target) -> None:
+        self.builder = FactsBuilder()
+        self.breaks: list[GraphBreak] = []
+        self.sources = SourceNames()
+        self.names = _tensor_names(target)
+        self.output_count = 0
+        # A storage's key is its address.  A weak reference keeps that from being used again, but
+        # not the storage's bytes.
+        self.kept: list[StorageWeakRef] = []
+
+    @property
+    def region_count(self) -> int:
+        return len(self.builder.regions)
+
+    def record_break(self, module: fx.GraphModule) -> None:
+        """Remember why Dynamo ended the graph ``module``, if it had to."""
+        reason = getattr(module, "compile_subgraph_reason", None)
+        if reason is None or not reason.graph_break:
+            return
+        frames = [(frame.filename, frame.lineno or 0) for frame in reason.user_stack]
+        named = [self.sources(path, line) for path, line in reversed(frames)]
+        text = next((line for line in str(reason.reason).splitlines() if line.strip()), "unknown")
+        self.breaks.append(GraphBreak(text.strip(), next(filter(None, named), "")))
+
+    def keys(self, values: Sequence[Any]) -> list[int | None]:
+        """The storage of each of ``values``, None for what is no tensor."""
+        self.kept.extend(
+            StorageWeakRef(value.untyped_storage())
+            for value in values
+            if isinstance(value, torch.Tensor)
+        )
+        return [storage_key(v) if isinstance(v, torch.Tensor) else None for v in values]
+
+    def record(
+        self,
+        template: RegionTemplate,
+        given_keys: Sequence[int | None],
+        returned: Sequence[Any],
+        prefix: str,
+    ) -> None:
+        """Add one run of ``template``: what it was given, by key, and what it ``returned``."""
+        outputs = self.keys(returned[: template.output_count])
+        names = []
+        for key in outputs:
+            names.append(str(self.output_count))
+            if key is not None:
+                self.names.setdefault(key, BoundInput("handed", f"output {names[-1]}", key))
+            self.output_count += 1
+        inputs = [
+            self._bind(key, name)
+            for key, name in zip(given_keys, template.forward.input_names, strict=True)
+        ]
+        self.builder.add(template, inputs, outputs, names, prefix)
+
+    def _bind(self, key: int | None, placeholder: str) -> BoundInput:
+        known = None if key is None else self.names.get(key)
+        return known or BoundInput("input", placeholder, key)
+
+    def module_prefix(self, local_paths: Sequence[str], args: Sequence[Any]) -> str:
+        """The path of the module whose frame was compiled, from what its own parameters are called.
+
+        A frame knows a parameter as ``linear.weight``; the model calls it
+        ``layers.2.linear.weight``.
+        """
+        for path, value in zip(local_paths, args, strict=False):
+            if not path or not isinstance(value, torch.Tensor):
+                continue
+            known = self.names.get(storage_key(value))
+            if known is not None and known.name.endswith("." + path):
+                return known.name.removesuffix("." + path)
+            if known is not None and known.name == path:
+                return ""
+        return ""
+
+    def check(self) -> None:
+        """Raise ``TraceError`` if no graph ran, or none has a backward."""
+        if not self.builder.regions:
+            raise TraceError(
+                "nothing was traced: the model's forward runs no tensor op that can be compiled",
+                fix="check that the forward is not wrapped in torch.compiler.disable",
+            )
+        if not any(region.backward for region in self.builder.regions):
+            raise TraceError(
+                "no output needs a gradient, so there is no backward and nothing is saved",
+                fix="check that parameters require gradients and the forward is not under no_grad",
+            )
+
+
+def split_and_read(
+    partition: Partition,
+    source_name: Callable[[str, int], str],
+    joint: fx.GraphModule,
+    joint_inputs: Any,
+    *,
+    num_fwd_outputs: int,
+    **options: Any,
+) -> tuple[fx.GraphModule, fx.GraphModule, RegionTemplate]:
+    """Partition a joint graph, as AOTAutograd asks for it, and read the pair."""
+    forward, backward = partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+    metadata = TracingContext.get().fw_metadata
+    template = read_region(
+        forward,
+        backward,
+        output_count=num_fwd_outputs,
+        mutated_count=metadata.num_mutated_inp_runtime_indices if metadata else 0,
+        source_name=source_name,
+    )
+    return forward, backward, template
+
+
+def read_without_gradient(
+    module: fx.GraphModule, source_name: Callable[[str, int], str]
+) -> RegionTemplate:
+    """Read a graph that AOTAutograd did not partition, since no gradient is needed."""
+    return read_region(module, None, output_count=0, mutated_count=0, source_name=source_name)
+
+
+def step_of(target: Target) -> Callable[..., Any]:
+    """What is compiled: the model, with the user's loss if there is one."""
+    model, loss = target.model, target.loss
+    if loss is None:
+        return model
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return loss(model(*args, **kwargs))
+
+    return step
+
+
+def local_paths(module: fx.GraphModule) -> list[str]:
+    """For each input of a captured graph, how its frame calls that parameter or buffer, or ''."""
+    return [_local_path(node) for node in module.graph.find_nodes(op="placeholder")]
+
+
+def _local_path(node: fx.Node) -> str:
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    name = getattr(source, "name", "")
+    text = str(name() if callable(name) else name)
+    return clean_path(text) if "_parameters" in text or "_buffers" in text else ""
+
+
+def _tensor_names(target: Target) -> dict[int, BoundInput]:
+    """Storage key -> name, for every parameter, buffer and input tensor."""
+    names: dict[int, BoundInput] = {}
+    model = target.model
+    for name, parameter in model.named_parameters():
+        names.setdefault(
+            storage_key(parameter), BoundInput("parameter", name, storage_key(parameter))
+        )
+    for name, buffer in model.named_buffers():
+        names.setdefault(storage_key(buffer), BoundInput("buffer", name, storage_key(buffer)))
+    for name, tensor in _named_inputs(target):
+        names.setdefault(storage_key(tensor), BoundInput("input", name, storage_key(tensor)))
+    return names
+
+
+def _named_inputs(target: Target) -> Iterator[tuple[str, torch.Tensor]]:
+    positional = [
+        name
+        for name, p in inspect.signature(target.model.forward).parameters.items()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    given = {
+        positional[i] if i < len(positional) else f"args[{i}]": value
+        for i, value in enumerate(target.args)
+    }
+    for name, value in (given | dict(target.kwargs)).items():
+        for path, leaf in tree_leaves_with_path(value):
+            if isinstance(leaf, torch.Tensor):
+                yield name + path, leaf
+
+
+def model_tensors(model: torch.nn.Module) -> tuple[ModelTensor, ...]:
+    """Every parameter and buffer of ``model``, a tied one once with all its names."""
+    found: dict[int, list[str]] = {}
+    tensors: dict[int, tuple[str, torch.Tensor]] = {}
+    named = [("parameter", n, p) for n, p in model.named_parameters(remove_duplicate=False)]
+    named += [("buffer", n, b) for n, b in model.named_buffers(remove_duplicate=False)]
+    for kind, name, tensor in named:
+        found.setdefault(id(tensor), []).append(name)
+        tensors.setdefault(id(tensor), (kind, tensor))
+    return tuple(
+        ModelTensor(
+            kind=kind,  # type: ignore[arg-type]
+            names=tuple(found[key]),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(tensor.shape),
+            size_bytes=tensor.numel() * tensor.itemsize,
+            requires_grad=tensor.requires_grad,
+        )
+        for key, (kind, tensor) in tensors.items()
+    )
+
+
+@contextmanager
+def quiet_logs() -> Iterator[None]:
+    """Silence torch's loggers: what they say reaches the user as breaks, warnings or an error."""
+    names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]
+    with ExitStack() as stack:
+        for logger in map(logging.getLogger, names):
+            stack.callback(setattr, logger, "disabled", logger.disabled)
+            logger.disabled = True
+        yield
