@@ -282,14 +282,16 @@ def _analyzed(
 def _facts_of(request: _Request, progress: Progress) -> tuple[GraphFacts, dict[str, float]]:
     if request.target.endswith(GRAPH_SUFFIX):
         _refuse_params(request, "a saved graph")
+        _refuse_trace_options(request)
         return load_graph(Path(request.target)), {}
     if Path(request.target).suffix in (".yaml", ".yml"):
         raise UsageError(
             f"{request.target} is not a target: plans are read by gate",
             fix=f"offplan gate {request.target} --max-alias-skipped 0",
         )
-    if request.attention is not None and request.device == "cpu":
-        raise UsageError("--attention chooses between CUDA kernels, so it needs --device cuda")
+    if request.device == "cpu" and (request.attention or request.gpu):
+        option = "--attention" if request.attention else "--gpu"
+        raise UsageError(f"{option} is about CUDA kernels, so it needs --device cuda")
     progress.phase("starting torch")
     from offplan.trace.capture import Clock, TraceOptions, trace
 
@@ -309,6 +311,14 @@ def _timing(seconds: dict[str, float], analysis_s: float) -> Timing | None:
 def _refuse_params(request: _Request, what: str) -> None:
     if request.params:
         raise UsageError(f"{request.target} is {what}, so it takes no -p")
+
+
+def _refuse_trace_options(request: _Request) -> None:
+    given = (request.device, request.gpu, request.attention, request.partitioner)
+    if given not in (("cuda", None, None, "min-cut"), ("cpu", None, None, "min-cut")):
+        raise UsageError(
+            f"{request.target} is traced already: it takes no --gpu, --attention, --partitioner"
+        )
 
 
 def _check_graph_name(path: Path) -> None:

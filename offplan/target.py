@@ -63,7 +63,7 @@ def load_target(spec: str, params: Mapping[str, str]) -> LoadedTarget:
     name = factory_name or DEFAULT_FACTORY
     factory = getattr(module, name, None)
     if factory is None:
-        raise TargetError(f"{spec} has no {name!r}", fix=_suggest_factory(module, path))
+        raise TargetError(f"{path} has no {name!r}", fix=_suggest_factory(module, path))
     if not callable(factory) or isinstance(factory, torch.nn.Module):
         raise TargetError(
             f"{name!r} in {path} is not a function", fix="name a function that returns the model"
@@ -74,7 +74,7 @@ def load_target(spec: str, params: Mapping[str, str]) -> LoadedTarget:
     except OffplanError as error:
         error.where = error.where or user_line(error)
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TargetError(
             f"building the model failed: {describe(error)}", where=user_line(error) or path
         ) from error
@@ -124,16 +124,16 @@ def _import_file(path: Path) -> types.ModuleType:
     except OffplanError as error:
         error.where = error.where or user_line(error)
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _import_failed(str(path), error) from error
     finally:
         sys.path.pop(0)
     return module
 
 
-def _import_failed(name: str, error: Exception) -> TargetError:
+def _import_failed(name: str, error: BaseException) -> TargetError:
     if isinstance(error, SyntaxError):
-        where = f"{error.filename}:{error.lineno}"
+        where = f"{error.filename}:{error.lineno}" if error.lineno else name
         return TargetError(f"{name} is not valid Python: {error.msg}", where=where)
     fix = "install it" if isinstance(error, ModuleNotFoundError) else ""
     return TargetError(

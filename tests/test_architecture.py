@@ -37,8 +37,8 @@ TABLE = {
     "offplan": Allowed(later="target"),
     "offplan.__main__": Allowed("cli"),
     "offplan.cli": Allowed(
-        "errors units files gpus graph eligibility memory costs planner plan gate progress report "
-        "report.*",
+        "errors units files gpus graph eligibility memory costs planner plan gate measured "
+        "progress report report.*",
         later="target trace trace.* replay replay.*",
     ),
     # Plain values, and what is computed from them.
@@ -58,11 +58,12 @@ TABLE = {
         "errors units files gpus graph footprint eligibility memory costs planner"
     ),
     "offplan.gate": Allowed("errors units files graph eligibility plan"),
+    "offplan.measured": Allowed("errors units files graph eligibility plan"),
     "offplan.report": Allowed(
-        "errors units graph eligibility memory costs plan gate report.*",
+        "errors units graph eligibility memory costs plan gate measured report.*",
     ),
     "offplan.report.*": Allowed(
-        "errors units graph eligibility memory costs plan gate report report.*",
+        "errors units graph eligibility memory costs plan gate measured report report.*",
     ),
     # From a model to plain values.
     "offplan.target": Allowed("errors units", torch=True),
@@ -75,11 +76,15 @@ TABLE = {
     "offplan.trace.pretend": Allowed("errors gpus trace._torch", torch=True),
     "offplan.trace.build": Allowed("errors trace._torch trace.sources", torch=True),
     "offplan.trace.facts": Allowed("errors graph trace._torch trace.sources", torch=True),
+    "offplan.trace.backend": Allowed(
+        "errors graph target trace._torch trace.facts trace.sources", torch=True
+    ),
     "offplan.trace.capture": Allowed("errors gpus graph target trace trace.*", torch=True),
     # From a plan to a run on a GPU.
     "offplan.replay": Allowed("replay.*", torch=True),
     "offplan.replay.*": Allowed(
-        "errors units files graph footprint memory costs plan target trace trace.* replay replay.*",
+        "errors units files graph footprint eligibility memory costs planner plan measured target "
+        "trace trace.* replay replay.*",
         torch=True,
     ),
 }

@@ -6,6 +6,7 @@ these, this is the only file to change.  Nothing here has state.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch._C import _set_sdp_priority_order as set_sdp_priority_order
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._dynamo.exc import Unsupported as DynamoUnsupported
+from torch._dynamo.utils import counters as _dynamo_counters
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import TracingContext
@@ -31,8 +33,11 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
     is_fake,
+    unset_fake_temporarily,
 )
 from torch.fx import traceback as fx_traceback
+from torch.fx.experimental import proxy_tensor as proxy_tensor_module
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.library import _scoped_library as scoped_library
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import (
@@ -40,6 +45,7 @@ from torch.utils._pytree import (
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
+    tree_map,
     tree_map_only,
 )
 
@@ -68,13 +74,17 @@ __all__ = [
     "flash_attention",
     "functorch_config",
     "fx_traceback",
+    "get_proxy_mode",
     "get_sdp_priority_order",
+    "graph_break_reasons",
     "input_metadata",
     "is_fake",
     "is_traceable_wrapper_subclass",
     "math_attention",
     "min_cut_rematerialization_partition",
+    "proxy_tensor_module",
     "reset_dynamo",
+    "saved_storages",
     "scoped_library",
     "sequence_number",
     "set_sdp_priority_order",
@@ -83,14 +93,23 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_leaves_with_path",
+    "tree_map",
     "tree_map_only",
+    "unset_fake_temporarily",
 ]
 
 cudnn_attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
 efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
 math_attention: Any = torch.ops.aten._scaled_dot_product_attention_math.default
-reset_dynamo = torch._dynamo.reset
+
+
+def reset_dynamo() -> None:
+    """Forget every compiled graph, and what was counted."""
+    torch._dynamo.reset()
+    _dynamo_counters.clear()
+
+
 engine_run_backward = torch.autograd._engine_run_backward
 # Where torch.autograd looks it up, for patching.
 ENGINE_RUN_BACKWARD = (torch.autograd, "_engine_run_backward")
@@ -99,6 +118,28 @@ ENGINE_RUN_BACKWARD = (torch.autograd, "_engine_run_backward")
 def storage_key(tensor: torch.Tensor) -> int:
     """An identity for the tensor's storage, valid while some tensor keeps that storage alive."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def graph_break_reasons() -> list[str]:
+    """Why Dynamo left code out of its graphs since it was last reset, one line each."""
+    counted = list(_dynamo_counters["graph_break"])
+    frames = _dynamo_counters["frames"]
+    if frames["total"] > frames["ok"]:
+        # It gave up a whole frame, which it does not count as a break.
+        counted += list(_dynamo_counters["unimplemented"])
+    texts = [str(text).strip() for text in counted]
+    return [text.splitlines()[0].strip() for text in texts if text]
+
+
+def saved_storages(node: Any) -> dict[int, int]:
+    """Storage key -> bytes of the tensors that ``node`` saved itself.
+
+    Tensors behind hooks are left out, and their hooks not run: a checkpoint's would recompute.
+    """
+    raw = [getattr(node, name) for name in dir(node) if name.startswith("_raw_saved_")]
+    saved = [item for item in tree_leaves(raw) if getattr(item, "unpack_hook", 0) is None]
+    tensors = [item.data for item in saved if isinstance(item.data, torch.Tensor)]
+    return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def sequence_number(node: Any) -> int:
@@ -114,4 +155,15 @@ def input_metadata(node: Any) -> tuple[Any, ...]:
 def tree_leaves_with_path(tree: Any) -> list[tuple[str, Any]]:
     """Leaves of nested containers with where they are (``['mask'][0]``; empty for a lone leaf)."""
     leaves, _ = tree_flatten_with_path(tree)
-    return [(keystr(path), leaf) for path, leaf in leaves]
+    found: list[tuple[str, Any]] = []
+    for path, leaf in leaves:
+        if isinstance(leaf, Mapping):
+            inner = [(f"[{key!r}]", item) for key, item in leaf.items()]
+            found += [
+                (keystr(path) + key + rest, value)
+                for key, item in inner
+                for rest, value in tree_leaves_with_path(item)
+            ]
+        else:
+            found.append((keystr(path), leaf))
+    return found

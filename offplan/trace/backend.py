@@ -5,13 +5,17 @@
 2.  A *compiled graph* is read once, into a template, when it is partitioned.
 3.  Each *run* of a compiled graph is one region, in the order in which they ran.  A run binds the
     template to what it was given; tensors are told apart by their storages.
+4.  The partitioner may merge equal nodes (common subexpressions): a view of the node that went then
+    reads the one that stayed, but its fake tensor still lies on the storage of the one that went.
+    What shares memory is therefore read off the joint graph, before that, and a fake tensor that
+    disagrees afterwards is made again from what its op reads now.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -23,10 +27,13 @@ from offplan.errors import TraceError
 from offplan.graph import GraphBreak, ModelTensor
 from offplan.target import Target
 from offplan.trace._torch import (
+    OpOverload,
     TracingContext,
     default_partition,
     dynamo_config,
     functorch_config,
+    graph_break_reasons,
+    is_traceable_wrapper_subclass,
     min_cut_rematerialization_partition,
     storage_key,
     tree_leaves_with_path,
@@ -86,6 +93,15 @@ class Recorder:
         text = next((line for line in str(reason.reason).splitlines() if line.strip()), "unknown")
         self.breaks.append(GraphBreak(text.strip(), next(filter(None, named), "")))
 
+    def record_left_out(self) -> None:
+        """Add the breaks that belong to no graph: Dynamo gave up a frame, and ran it as it is."""
+        told = {graph_break.reason for graph_break in self.breaks}
+        missing = [reason for reason in graph_break_reasons() if reason not in told]
+        if missing:
+            # Dynamo's word for having given up, where the counted reasons say why.
+            self.breaks = [b for b in self.breaks if b.reason != "step_unsupported"]
+        self.breaks += [GraphBreak(reason, "") for reason in missing]
+
     def keys(self, values: Sequence[Any]) -> list[int | None]:
         """The storage of each of ``values``, None for what is no tensor."""
         self.kept.extend(
@@ -139,9 +155,11 @@ class Recorder:
     def check(self) -> None:
         """Raise ``TraceError`` if no graph ran, or none has a backward."""
         if not self.builder.regions:
+            because = "; ".join(b.reason for b in self.breaks)
             raise TraceError(
-                "nothing was traced: the model's forward runs no tensor op that can be compiled",
-                fix="check that the forward is not wrapped in torch.compiler.disable",
+                "nothing was traced: the model's forward runs no tensor op that can be compiled"
+                + (f" ({because})" if because else ""),
+                fix="take the code that Dynamo leaves out of its graphs out of the forward",
             )
         if not any(region.backward for region in self.builder.regions):
             raise TraceError(
@@ -160,7 +178,10 @@ def split_and_read(
     **options: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule, RegionTemplate]:
     """Partition a joint graph, as AOTAutograd asks for it, and read the pair."""
+    shared = {node.name: _shared(node) for node in joint.graph.nodes if _makes_tensor(node)}
     forward, backward = partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
+    for module in (forward, backward):
+        _restore_sharing(module, shared)
     metadata = TracingContext.get().fw_metadata
     template = read_region(
         forward,
@@ -170,6 +191,48 @@ def split_and_read(
         source_name=source_name,
     )
     return forward, backward, template
+
+
+def _makes_tensor(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _shared(node: fx.Node) -> list[int]:
+    """Which of the node's arguments its tensor shares a storage with, by position."""
+    own = _key(node.meta["val"])
+    return [place for place, arg in enumerate(_arguments(node)) if own and own == _key_of(arg)]
+
+
+def _restore_sharing(module: fx.GraphModule, shared: Mapping[str, list[int]]) -> None:
+    """Make fake tensors again that lie on the storage of a node that was merged (definition 4)."""
+    for node in module.graph.nodes:
+        if not _makes_tensor(node) or not shared.get(node.name):
+            continue
+        own, arguments = _key(node.meta["val"]), _arguments(node)
+        if all(place < len(arguments) for place in shared[node.name]) and not any(
+            own == _key_of(arguments[place]) for place in shared[node.name]
+        ):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            with node.meta["val"].fake_mode:
+                node.meta["val"] = node.target(*args, **kwargs)
+
+
+def _arguments(node: fx.Node) -> list[fx.Node]:
+    """Every node among the arguments, repeated ones too: merging does not change positions."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _key_of(node: fx.Node) -> int | None:
+    return _key(node.meta.get("val"))
+
+
+def _key(value: Any) -> int | None:
+    """The storage of a plain strided tensor."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    return None if is_traceable_wrapper_subclass(value) or value.is_nested else storage_key(value)
 
 
 def read_without_gradient(

@@ -14,7 +14,8 @@ While ``building`` is active:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -33,7 +34,7 @@ from offplan.trace._torch import (
     is_traceable_wrapper_subclass,
     storage_key,
     tree_leaves,
-    tree_map_only,
+    tree_map,
 )
 
 # Large enough for the tables that constructors read, small enough to hold hundreds of them.
@@ -198,8 +199,23 @@ class Placer:
                     module._buffers[name] = self.move(buffer)
 
     def tree(self, values: Any) -> Any:
-        """``values`` with every tensor in it moved."""
-        return tree_map_only(torch.Tensor, self.move, values)
+        """``values`` with every tensor in it moved, inside mappings of any class too."""
+        return tree_map(self._leaf, values)
+
+    def _leaf(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.move(value)
+        if isinstance(value, MutableMapping):
+            # Such as a tokenizer's BatchEncoding: no container that torch knows to look into.
+            moved = copy.copy(value)
+            for key, item in value.items():
+                moved[key] = self.tree(item)
+            return moved
+        if callable(getattr(value, "to", None)):
+            # A batch of the user's own: it knows how to move itself.
+            with self.fake_mode:
+                return value.to(self.device)
+        return value
 
     def _parameter(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):

@@ -33,8 +33,9 @@ from offplan.trace._torch import (
     FakeTensorMode,
     aot_module_simplified,
     engine_run_backward,
+    get_proxy_mode,
     reset_dynamo,
-    storage_key,
+    saved_storages,
     tree_leaves,
 )
 from offplan.trace.attention import choose_attention
@@ -222,12 +223,13 @@ class _Capture:
         self.fake_mode = fake_mode
         with (
             failures.explained(self.recorder.sources),
-            mock.patch.object(*ENGINE_RUN_BACKWARD, _refuse_backward),
+            mock.patch.object(*ENGINE_RUN_BACKWARD, self._run_backward),
             quiet_logs(),
         ):
             compiled = torch.compile(step_of(self.target), backend=self.backend, dynamic=False)
             with fake_mode:
                 output = compiled(*self.target.args, **self.target.kwargs)
+            self.recorder.record_left_out()
         self.recorder.check()
         count, saved_bytes = _saved_outside(output)
         if saved_bytes:
@@ -236,14 +238,32 @@ class _Capture:
                 "graphs; they are not part of this analysis (see the graph breaks)"
             )
 
-    def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What Dynamo calls for each captured graph."""
-        self.recorder.record_break(module)
-        region = _CompiledRegion(self, local_paths(module))
+    def _run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Stands for the autograd engine in the code around compiled graphs."""
+        if get_proxy_mode() is None:
+            raise TraceError(
+                "the forward takes a gradient itself, so the step needs a double backward, "
+                "which AOTAutograd does not trace",
+                fix="leave the gradient penalty out of the traced step",
+            )
+        # An op with a graph of its own (flex_attention) is being traced, backward included.
+        with self._engine():
+            return getattr(*ENGINE_RUN_BACKWARD)(*args, **kwargs)
+
+    @contextmanager
+    def _engine(self) -> Iterator[None]:
+        """Autograd as torch has it, or walked from Python where there is no GPU."""
         with (
             mock.patch.object(*ENGINE_RUN_BACKWARD, engine_run_backward),
             self.machine.tracing(),
         ):
+            yield
+
+    def backend(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """What Dynamo calls for each captured graph."""
+        self.recorder.record_break(module)
+        region = _CompiledRegion(self, local_paths(module))
+        with self._engine():
             region.callable = aot_module_simplified(
                 module,
                 example_inputs,
@@ -334,15 +354,6 @@ class _CompiledRegion:
         recorder.record(self.template, recorder.keys(given), results, self.prefix)
 
 
-def _refuse_backward(*args: Any, **kwargs: Any) -> Any:
-    """Stands for the autograd engine in the code around compiled graphs."""
-    raise TraceError(
-        "the forward takes a gradient itself, so the step needs a double backward, "
-        "which AOTAutograd does not trace",
-        fix="leave the gradient penalty out of the traced step",
-    )
-
-
 def _saved_outside(output: Any) -> tuple[int, int]:
     """Count and bytes of tensors that autograd saved for ops between the compiled graphs.
 
@@ -355,15 +366,9 @@ def _saved_outside(output: Any) -> tuple[int, int]:
     while stack:
         node = stack.pop()
         if "CompiledFunction" not in node.name():
-            storages.update(_saved_storages(node))
+            storages.update(saved_storages(node))
         for child, _ in node.next_functions:
             if child is not None and child not in seen:
                 seen.add(child)
                 stack.append(child)
     return len(storages), sum(storages.values())
-
-
-def _saved_storages(node: Any) -> dict[int, int]:
-    saved = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
-    tensors = [leaf for leaf in tree_leaves(list(saved)) if isinstance(leaf, torch.Tensor)]
-    return {storage_key(t): t.untyped_storage().nbytes() for t in tensors}

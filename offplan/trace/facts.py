@@ -47,7 +47,8 @@ from offplan.trace._torch import (
 _RNG_RETURNS = {"philox_seed", "philox_offset", "rng_state"}
 _RNG_TARGETS = {"run_and_save_rng_state"}
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_ROOT = re.compile(r"^[LG]\[['\"][^'\"]*['\"]\]")
+# A decorated forward knows its module as the first of its ``args``.
+_ROOT = re.compile(r"^[LG]\[['\"](?:args['\"]\]\[\d+\]|[^'\"]*['\"]\])")
 _CONTAINERS = {"_modules", "_parameters", "_buffers", "_orig_mod"}
 _PATH_STEP = re.compile(r"\[['\"]?([^'\"\]]+)['\"]?\]|([A-Za-z0-9_]+)")
 

@@ -22,6 +22,7 @@ from offplan.trace._torch import (
     TorchRuntimeError,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    graph_break_reasons,
 )
 from offplan.trace.sources import SourceNames
 
@@ -81,7 +82,8 @@ def _known(error: BaseException) -> tuple[str, str] | None:
         return (
             f"{error.func} reads a value of a tensor, and values are not known without running the "
             "model",
-            "keep the decision on the device (torch.where), or pass the value as a Python argument",
+            "keep the decision on the device (torch.where), pass the value as a Python argument, "
+            "or switch off what asks for it (layer drop, checks of the inputs)",
         )
     if isinstance(error, UnsupportedOperatorException):
         return (
@@ -95,8 +97,10 @@ def _known(error: BaseException) -> tuple[str, str] | None:
         )
     text = str(error)
     if _DRIVER.search(text):
+        left_out = "; ".join(graph_break_reasons()[:2])
         return (
-            "an op asks the CUDA driver, so it cannot be traced on a machine without a GPU",
+            "an op asks the CUDA driver, so it cannot be traced on a machine without a GPU"
+            + (f" (it runs outside of the graphs: {left_out})" if left_out else ""),
             "trace with --device cpu, or on a machine with a GPU",
         )
     if _DOUBLE_BACKWARD in text:

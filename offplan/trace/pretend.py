@@ -20,7 +20,14 @@ from unittest import mock
 import torch
 
 from offplan.gpus import Gpu
-from offplan.trace._torch import FakeTensorMode, fake_tensor_module, torch_c
+from offplan.trace._torch import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    fake_tensor_module,
+    proxy_tensor_module,
+    torch_c,
+    unset_fake_temporarily,
+)
 
 
 @contextmanager
@@ -56,8 +63,28 @@ def _answers(gpu: Gpu) -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "default_generators", (_Generator(),)
     # It would allocate a real byte on the device, to initialize the context for the engine.
     yield fake_tensor_module, "init_gpu_context", lambda *device: None
+    # Small constants are also computed for real, which has to happen on the host.
+    yield proxy_tensor_module, "unset_fake_temporarily", _unset_fake_on_host
     # Fake modes ask is_available() whether they may touch the device; the true answer is no.
     yield FakeTensorMode, "avoid_device_init", property(lambda self: True)
+
+
+class _OnHost(TorchDispatchMode):
+    """Runs what is asked of the GPU on the CPU."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = torch.device("cpu")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _unset_fake_on_host() -> Iterator[Any]:
+    with unset_fake_temporarily() as fake_mode, _OnHost():
+        yield fake_mode
 
 
 class _Generator(torch.Generator):

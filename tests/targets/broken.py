@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import nn
 
@@ -118,6 +120,10 @@ def compiler_disabled():
     model = Wrapped(lambda h, m: h)
     model.forward = torch.compiler.disable(model.forward)
     return model, _x()
+
+
+def exits():
+    sys.exit(3)
 
 
 def returns_nothing():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections import UserDict
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from offplan import Target
@@ -372,6 +376,89 @@ def index_and_scatter():
         index = torch.arange(16, device=h.device) * 2
         picked = h[index]
         return h.index_add(0, index, picked) + torch.where(h > 0, h, h.flip(0)).cumsum(-1)
+
+    return Wrapped(rest), _x()
+
+
+def constants_on_the_device():
+    """Small constants are computed for real while traced; without a GPU on the host."""
+
+    def rest(h, m):
+        scale = torch.tensor([2.0], device=h.device)
+        offset = torch.tensor(1, device=h.device).type_as(h)
+        return h[..., [-2], :] * scale + offset + torch.tensor([], device=h.device).sum()
+
+    return Wrapped(rest), _x()
+
+
+class Batch(UserDict):
+    """A batch class that torch knows nothing of, as tokenizers return."""
+
+
+def batch_object():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, batch):
+            return self.linear(batch["x"]) * batch["mask"]
+
+    return Model(), (Batch(x=torch.randn(32, 64), mask=torch.ones(64)),)
+
+
+def decorated_forward():
+    def passes_on(function):
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        @passes_on
+        def forward(self, x):
+            return self.linear(x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        @passes_on
+        def forward(self, x):
+            return self.inner(x).relu()
+
+    return Model(), _x()
+
+
+def abandoned_frame():
+    """Dynamo gives up the outer frame, and compiles the inner ones: a break that no graph has."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = Wrapped(lambda h, m: h.sin())
+            self.second = Wrapped(lambda h, m: h.cos())
+            self.lock = threading.Lock()
+
+        def forward(self, x):
+            with self.lock:
+                return self.second(self.first(x).relu())
+
+    return Model(), _x()
+
+
+def own_attention_graph():
+    """flex_attention traces a backward of its own while it is captured."""
+
+    def rest(h, m):
+        q = h.view(1, 2, 16, 64)
+        return flex_attention(q, q, q)
 
     return Wrapped(rest), _x()
 
