@@ -62,7 +62,7 @@ model.py layers=3
   took         41.1 s: build 1.2 s, capture 32.0 s, partition 7.5 s, analysis
                310 ms
 
-Saved for backward: 146.80 MB in 11 storages (whole-storage, minimum 5MiB)
+Saved for backward: 134.22 MB of activations, 12.58 MB of parameters
   rule       because                held by    values   logical    storage
   eligible   can leave the device                   7  46.14 MB  117.44 MB
   parameter  a parameter or buffer  parameter       3  12.58 MB   12.58 MB
@@ -70,7 +70,8 @@ Saved for backward: 146.80 MB in 11 storages (whole-storage, minimum 5MiB)
   alias      its holder keeps it    output          2  16.78 MB    8.39 MB
   too_small  storage under 5MiB                     1       4 B        4 B
   total                                            14  83.89 MB  146.80 MB
-  logical: what the values carry; storage: each storage once
+  under whole-storage, minimum 5MiB; logical: what the values carry; storage:
+  each storage once
 
 The three rule sets (this plan: whole-storage)
   rules          bytes     eligible  skipped: alias  skipped: alias_layout
@@ -81,25 +82,27 @@ The three rule sets (this plan: whole-storage)
   whole-storage  logical   46.14 MB        16.78 MB                    0 B
                  storage  117.44 MB         8.39 MB                    0 B
 
-Largest saved storages
-  100.66 MB  x3  moved
-                 33.55 MB from aten.exp.default in layers.0-2 (model.py:1)
-                 saved as float32[1024, 1024] from aten.slice.Tensor in
-                   layers.0-2 (model.py:2)
-                 transfers 4.19 MB each way, takes 4.19 MB when reloaded
-   16.78 MB  x2  moved
-                 8.39 MB from aten.mm.default in layers.0-1 (model.py:10)
-                 saved as float32[2097152] from aten.view.default in
-                   layers.0-1.attn (model.py:11)
-                 saved as float32[2048, 1024] from aten.detach.default in
-                   layers.0-1 (model.py:2)
-   12.58 MB  x3  skipped under parameter
-                 4.19 MB from parameter layers.0-2.proj.weight
-                 saved as float32[1024, 1024] from aten.t.default in layers.0-2
-                   (model.py:2)
-    8.39 MB  x1  skipped under input
-                 float32[2048, 1024] from input tokens
-    8.39 MB      in 2 more rows (--top shows more)
+Largest saved activations
+  100.66 MB  3 x 33.55 MB, moved
+             made by aten.exp.default in layers.0-2 (model.py:1)
+             saved as float32[1024, 1024] from aten.slice.Tensor in layers.0-2
+               (model.py:2)
+             transfers 4.19 MB each way, takes 4.19 MB when reloaded
+   16.78 MB  2 x 8.39 MB, moved
+             made by aten.mm.default in layers.0-1 (model.py:10)
+             saved as float32[2097152] from aten.view.default in layers.0-1.attn
+               (model.py:11)
+             saved as float32[2048, 1024] from aten.detach.default in layers.0-1
+               (model.py:2)
+    8.39 MB  skipped under input
+             float32[2048, 1024] from input tokens
+    8.39 MB  skipped under alias, held by output logits
+             made by aten.mm.default in layers.2 (model.py:10)
+             saved as float32[2097152] from aten.view.default in layers.2.attn
+               (model.py:11)
+             saved as float32[2048, 1024] from aten.detach.default in layers.2
+               (model.py:2)
+        4 B  in 1 more rows (--top shows more)
 
 Stays at any budget: 29.36 MB of 146.80 MB saved (whole-storage)
   rule       held by    storages     bytes
@@ -123,13 +126,14 @@ def test_without_a_budget_the_report_says_what_budget_0_would_move() -> None:
         "No budget: nothing moves\n  --budget 0 would move 117.44 MB in 5 storages\n"
     )
     assert "moved" not in text
-    assert "x3  eligible, kept\n" in text
+    assert "3 x 33.55 MB, eligible\n" in text
 
 
 def test_a_model_that_saves_nothing_is_a_report_too() -> None:
     facts = FactsBuilder()
     facts.region()
-    assert "Saved for backward: 0 B in 0 storages" in analyzed(make_plan(facts.build()))
+    text = analyzed(make_plan(facts.build()))
+    assert "Saved for backward: 0 B of activations, 0 B of parameters" in text
     empty = analyzed(make_plan(FactsBuilder().build(), budget=0))
     assert "0 regions, 0 forward ops, 0 backward ops, 0 saved values" in empty
     assert "moves 0 B in 0 storages" in empty
@@ -137,12 +141,12 @@ def test_a_model_that_saves_nothing_is_a_report_too() -> None:
 
 def test_a_skipped_storage_names_its_holder() -> None:
     text = analyzed(make_plan(model()))
-    assert "8.39 MB  x1  skipped under alias, held by output logits\n" in text
+    assert "8.39 MB  skipped under alias, held by output logits\n" in text
     facts = FactsBuilder()
     region = facts.region()
     region.save(region.view(region.input("x", SHAPE), FLAT))
     # Although the storage is the input's own: it is the view that is skipped.
-    assert "x1  skipped under alias, held by input x\n" in analyzed(make_plan(facts.build()))
+    assert "  skipped under alias, held by input x\n" in analyzed(make_plan(facts.build()))
 
 
 def test_a_transfer_is_mentioned_where_it_is_not_the_whole_storage() -> None:
@@ -223,12 +227,16 @@ def test_every_row_adds_up_to_the_plans_bytes(
     report = analyze_report(plan, None, top)
     with_storage = [entry for entry in plan.storages if entry.id is not None]
     shown = sum(row.total_bytes for row in report.largest)
-    assert shown + report.not_shown_bytes == sum(entry.size_bytes for entry in with_storage)
+    parameters = [entry for entry in with_storage if entry.rule == "parameter"]
+    assert report.parameter_bytes == sum(entry.size_bytes for entry in parameters)
+    listed = shown + report.not_shown_bytes + report.parameter_bytes
+    assert listed == sum(entry.size_bytes for entry in with_storage)
     assert len(report.largest) <= top
     sizes = [row.total_bytes for row in report.largest]
     assert sizes == sorted(sizes, reverse=True)
     everything = analyze_report(plan, None, 10**6)
-    assert sum(row.count for row in everything.largest) == len(with_storage)
+    activations = sum(row.count for row in everything.largest)
+    assert activations + everything.parameter_storages == len(with_storage)
 
 
 @settings(DRAWN, max_examples=40)

@@ -152,6 +152,8 @@ class AnalyzeReport(msgspec.Struct, frozen=True):
     ledger: tuple[LedgerRow, ...]
     rule_sets: tuple[RuleSetSums, ...]
     largest: tuple[StorageRow, ...]
+    parameter_bytes: int
+    parameter_storages: int
     not_shown_rows: int
     not_shown_bytes: int
     staying: tuple[Staying, ...]
@@ -165,7 +167,10 @@ class AnalyzeReport(msgspec.Struct, frozen=True):
 def analyze_report(plan: Plan, timing: Timing | None = None, top: int = 12) -> AnalyzeReport:
     """The report on ``plan``, with the ``top`` largest rows of storages."""
     entries = [entry for entry in plan.storages if entry.id is not None]
-    rows = _storage_rows(entries)
+    # Parameters are there in any case; what a reader can act on are the activations.
+    activations = [entry for entry in entries if entry.rule != "parameter"]
+    parameters = [entry for entry in entries if entry.rule == "parameter"]
+    rows = _storage_rows(activations)
     hidden = rows[top:]
     return AnalyzeReport(
         target=plan.target,
@@ -187,6 +192,8 @@ def analyze_report(plan: Plan, timing: Timing | None = None, top: int = 12) -> A
         moved_bytes=plan.moved_bytes,
         staying_bytes=plan.staying_bytes,
         saved_storages=len(entries),
+        parameter_bytes=sum(entry.size_bytes for entry in parameters),
+        parameter_storages=len(parameters),
         movable_storages=sum(entry.action != "skipped" for entry in entries),
         ledger=plan.ledger[plan.rules],
         rule_sets=tuple(_rule_set_sums(plan, name) for name in RULE_SETS),
@@ -313,16 +320,23 @@ def _document(report: AnalyzeReport) -> Iterator[Block]:
     yield Heading(" ".join((report.target.spec, *_parameters(report.target))))
     yield Paragraph(tuple(_traced(report)))
     yield Heading(
-        f"Saved for backward: {format_size(report.saved_bytes)} in "
-        f"{_counted(report.saved_storages, 'storage')} ({report.rules}, minimum "
-        f"{format_binary(report.min_bytes)})"
+        f"Saved for backward: {format_size(report.saved_bytes - report.parameter_bytes)} of "
+        f"activations, {format_size(report.parameter_bytes)} of parameters"
     )
     yield _ledger_table(report.ledger, report.min_bytes)
-    yield Paragraph((("", "logical: what the values carry; storage: each storage once"),))
+    yield Paragraph(
+        (
+            (
+                "",
+                f"under {report.rules}, minimum {format_binary(report.min_bytes)}; "
+                "logical: what the values carry; storage: each storage once",
+            ),
+        )
+    )
     yield Heading(f"The three rule sets (this plan: {report.rules})")
     yield _rule_sets_table(report.rule_sets)
     if report.largest:
-        yield Heading("Largest saved storages")
+        yield Heading("Largest saved activations")
         yield _largest(report)
     yield Heading(
         f"Stays at any budget: {format_size(report.staying_bytes)} of "
@@ -412,22 +426,26 @@ def _rule_sets_table(rule_sets: Sequence[RuleSetSums]) -> Table:
 def _largest(report: AnalyzeReport) -> Listing:
     items = [
         Item(
-            cells=(format_size(row.total_bytes), f"x{row.count:,}", _verdict(row)),
+            cells=(format_size(row.total_bytes), _times(row) + _verdict(row)),
             details=tuple(_storage_lines(row)),
         )
         for row in report.largest
     ]
     if report.not_shown_rows:
         more = f"in {report.not_shown_rows:,} more rows (--top shows more)"
-        items.append(Item((format_size(report.not_shown_bytes), "", more), ()))
-    return Listing(tuple(items), numeric=frozenset((0, 1)))
+        items.append(Item((format_size(report.not_shown_bytes), more), ()))
+    return Listing(tuple(items), numeric=frozenset((0,)))
+
+
+def _times(row: StorageRow) -> str:
+    return f"{row.count:,} x {format_size(row.size_bytes)}, " if row.count > 1 else ""
 
 
 def _verdict(row: StorageRow) -> str:
     if row.action == "moved":
         return "moved"
     if row.action == "kept":
-        return "eligible, kept"
+        return "eligible"
     if row.rule in ("unsupported", "symbolic_size"):
         return f"skipped under {row.rule}: {row.holder}"
     # What it is held by is the storage itself, named on the next line.
@@ -443,7 +461,7 @@ def _storage_lines(row: StorageRow) -> Iterator[str]:
         view = row.views[0]
         yield f"{_tensor(view.dtype, view.shape)} from {_made_by(row)}"
     else:
-        yield f"{format_size(row.size_bytes)} from {_made_by(row)}"
+        yield f"made by {_made_by(row)}"
         yield from _view_lines(row.views)
     if row.transfer_bytes is not None and row.reload_bytes is not None:
         carried, back = format_size(row.transfer_bytes), format_size(row.reload_bytes)
