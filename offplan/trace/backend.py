@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
@@ -27,6 +29,8 @@ from offplan.errors import TraceError
 from offplan.graph import GraphBreak, ModelTensor
 from offplan.target import Target
 from offplan.trace._torch import (
+    FakeTensor,
+    FakeTensorMode,
     OpOverload,
     TracingContext,
     default_partition,
@@ -36,6 +40,7 @@ from offplan.trace._torch import (
     is_traceable_wrapper_subclass,
     min_cut_rematerialization_partition,
     storage_key,
+    tree_leaves,
     tree_leaves_with_path,
 )
 from offplan.trace.facts import BoundInput, FactsBuilder, RegionTemplate, clean_path, read_region
@@ -62,6 +67,9 @@ def compile_settings() -> Iterator[None]:
     with (
         dynamo_config.patch(**{k: v for k, v in settings.items() if hasattr(dynamo_config, k)}),
         functorch_config.patch(enable_autograd_cache=False),
+        # With a device, constants would be put there before they are traced, which cannot be done
+        # without one; so they start on the host, and are copied in the graph, everywhere.
+        mock.patch.object(FakeTensorMode, "avoid_device_init", property(lambda self: True)),
     ):
         yield
 
@@ -178,7 +186,11 @@ def split_and_read(
     **options: Any,
 ) -> tuple[fx.GraphModule, fx.GraphModule, RegionTemplate]:
     """Partition a joint graph, as AOTAutograd asks for it, and read the pair."""
-    shared = {node.name: _shared(node) for node in joint.graph.nodes if _makes_tensor(node)}
+    shared = {
+        node.name: _shared(node)
+        for node in joint.graph.nodes
+        if isinstance(node.target, OpOverload)
+    }
     forward, backward = partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
     for module in (forward, backward):
         _restore_sharing(module, shared)
@@ -193,28 +205,37 @@ def split_and_read(
     return forward, backward, template
 
 
-def _makes_tensor(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and isinstance(node.meta.get("val"), torch.Tensor)
+_Sharing = list[tuple[int, int]]
+"""Pairs of an output of a node and an argument of it on one storage, each by position."""
 
 
-def _shared(node: fx.Node) -> list[int]:
-    """Which of the node's arguments its tensor shares a storage with, by position."""
-    own = _key(node.meta["val"])
-    return [place for place, arg in enumerate(_arguments(node)) if own and own == _key_of(arg)]
+def _shared(node: fx.Node) -> _Sharing:
+    """What the outputs of ``node`` share with its arguments, as its fake tensors have it."""
+    outputs = [_key(value) for value in tree_leaves(node.meta.get("val"))]
+    arguments = [_key(argument.meta.get("val")) for argument in _arguments(node)]
+    return [
+        (output, argument)
+        for output, own in enumerate(outputs)
+        for argument, given in enumerate(arguments)
+        if own is not None and own == given
+    ]
 
 
-def _restore_sharing(module: fx.GraphModule, shared: Mapping[str, list[int]]) -> None:
+def _restore_sharing(module: fx.GraphModule, shared: Mapping[str, _Sharing]) -> None:
     """Make fake tensors again that lie on the storage of a node that was merged (definition 4)."""
     for node in module.graph.nodes:
-        if not _makes_tensor(node) or not shared.get(node.name):
+        before = shared.get(node.name)
+        if not before or not isinstance(node.target, OpOverload) or "val" not in node.meta:
             continue
-        own, arguments = _key(node.meta["val"]), _arguments(node)
-        if all(place < len(arguments) for place in shared[node.name]) and not any(
-            own == _key_of(arguments[place]) for place in shared[node.name]
-        ):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            with node.meta["val"].fake_mode:
-                node.meta["val"] = node.target(*args, **kwargs)
+        if set(before) <= set(_shared(node)):
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        fake = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor))
+        with fake.fake_mode:
+            node.meta["val"] = node.target(*args, **kwargs)
+        for user in node.users:
+            if user.target is operator.getitem:
+                user.meta["val"] = node.meta["val"][user.args[1]]
 
 
 def _arguments(node: fx.Node) -> list[fx.Node]:
@@ -222,10 +243,6 @@ def _arguments(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), found.append)
     return found
-
-
-def _key_of(node: fx.Node) -> int | None:
-    return _key(node.meta.get("val"))
 
 
 def _key(value: Any) -> int | None:

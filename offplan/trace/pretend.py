@@ -21,7 +21,6 @@ import torch
 
 from offplan.gpus import Gpu
 from offplan.trace._torch import (
-    FakeTensorMode,
     TorchDispatchMode,
     fake_tensor_module,
     proxy_tensor_module,
@@ -65,8 +64,6 @@ def _answers(gpu: Gpu) -> Iterator[tuple[Any, str, Any]]:
     yield fake_tensor_module, "init_gpu_context", lambda *device: None
     # Small constants are also computed for real, which has to happen on the host.
     yield proxy_tensor_module, "unset_fake_temporarily", _unset_fake_on_host
-    # Fake modes ask is_available() whether they may touch the device; the true answer is no.
-    yield FakeTensorMode, "avoid_device_init", property(lambda self: True)
 
 
 class _OnHost(TorchDispatchMode):
