@@ -24,10 +24,12 @@ from offplan import gate as gates
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES, RuleSet
 from offplan.errors import OffplanError, UsageError
 from offplan.files import GRAPH_FILE, PLAN_FILE, check_writable, write_atomically
-from offplan.graph import GraphFacts, Partitioner, load_graph, save_graph
+from offplan.graph import GraphFacts, Partitioner, TargetRef, load_graph, save_graph
+from offplan.measured import MEASURED_FILE, write_measurement
 from offplan.plan import Plan, load_plan, make_plan, write_plan
 from offplan.progress import Progress
 from offplan.report import Timing, analyze_report, render_analyze, render_gate
+from offplan.report.run import render_run, run_report
 from offplan.units import format_binary, parse_size
 
 DEFAULT_PLAN = Path("offplan.plan.yaml")
@@ -257,6 +259,71 @@ def gate(
         raise typer.Exit(3)
 
 
+@app.command()
+@_reports_errors
+def run(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="[PLAN or TARGET]", help="A plan file, or a target to plan for."),
+    ] = str(DEFAULT_PLAN),
+    param: Params = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="0 plans again, to move everything movable; else the plan's own."),
+    ] = None,
+    device: Annotated[
+        Literal["cuda", "cpu"] | None,
+        typer.Option(help="Where to replay; the plan's device if not given, cuda for a target."),
+    ] = None,
+    rules: Rules = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(metavar="RULES,RULES", help="Measure the plans of several rule sets."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure, after a warm-up.")] = 5,
+    repeat: Annotated[
+        bool, typer.Option("--repeat", help="Run once more without a plan: the noise of kernels.")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify/--no-verify", help="Compare losses and gradients, bit for bit."),
+    ] = True,
+    host_budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Most host memory that may be taken.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Also write the measurement (JSON)."),
+    ] = None,
+    format: Annotated[
+        Literal["text", "json", "markdown"], typer.Option(help="How to print the report.")
+    ] = "text",
+    traceback_: ShowTraceback = False,
+) -> None:
+    """Replay a plan for real, next to no plan: peak, time, and whether every bit is the same.
+
+    Exit code 3 if something is not the same, or the plan ran out of memory.
+    """
+    from offplan.replay.measure import RunOptions, Wanted, measure, plans_to_replay
+
+    compared = tuple(gates.parse_rules(name) for name in compare.split(",")) if compare else ()
+    wanted = Wanted(device, _parse_budget(budget), rules, compared, verify)
+    host_bytes = None if host_budget is None else parse_size(host_budget)
+    options = RunOptions(steps, repeat, verify, host_bytes)
+    if output is not None:
+        check_writable(output, MEASURED_FILE)
+    with Progress() as progress:
+        replays = plans_to_replay(_source_of(target, param or []), wanted, progress.phase)
+        measurement = measure(replays, options, progress.phase)
+    if output is not None:
+        write_measurement(output, measurement)
+    typer.echo(render_run(run_report(measurement), format, _width()), nl=False)
+    if output is not None:
+        typer.echo(f"wrote {output}", err=True)
+    if not measurement.ok:
+        raise typer.Exit(3)
+
+
 # --- from a request to a plan ---------------------------------------------------------------------
 
 
@@ -266,6 +333,20 @@ def _plan_of(request: _Request, rules: RuleSet, min_bytes: int) -> Plan:
         return load_plan(Path(request.target))
     _, _, _, plan = _analyzed(request, rules, min_bytes, None)
     return plan
+
+
+def _source_of(target: str, params: list[str]) -> Plan | TargetRef:
+    """What ``run`` replays: a plan, or a target to plan for."""
+    if Path(target).suffix in (".yaml", ".yml"):
+        if params:
+            raise UsageError(f"{target} is a plan file, so it takes no -p")
+        return load_plan(Path(target))
+    if target.endswith(GRAPH_SUFFIX):
+        raise UsageError(
+            f"{target} is a saved graph, and a replay needs the model",
+            fix="name the target or a plan of it",
+        )
+    return TargetRef(target, _parse_params(params))
 
 
 def _analyzed(

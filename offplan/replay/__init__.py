@@ -1,0 +1,1 @@
+"""Replay a plan: insert its transfers into the graphs of a real step, and run them."""

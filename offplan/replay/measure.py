@@ -1,0 +1,372 @@
+"""Run a training step without a plan and with it, each in a fresh process, and compare.
+
+1.  Each arm is a process of its own (``offplan.replay.arm``), so that neither the allocator's
+    cache, nor compiled code, nor a leak of one arm reaches another.  They run one after another: a
+    GPU and a link shared by two arms would measure neither.
+2.  All arms build the model under the same seed and set the random-number state to the same value
+    before each step.
+3.  A process that this one starts ends with it: at an error, at Ctrl-C (it first gets a moment to
+    finish copies in flight), and even if this process is killed, since each watches the pipe that
+    its standard input is.
+4.  An arm that runs out of memory is a result.  One that ends in any other way is an error: the one
+    that it reports, or the last line of what it said.
+
+Nothing here imports torch: the device belongs to the arms.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES, RuleSet
+from offplan.errors import OffplanError, PlanError, UsageError
+from offplan.graph import GraphFacts, Partitioner, TargetRef, load_graph
+from offplan.measured import SCHEMA_VERSION, Measurement, Role, planned
+from offplan.plan import Plan, check_plan, make_plan, write_plan
+from offplan.replay.messages import (
+    Answer,
+    ArmRequest,
+    ArmResult,
+    Failure,
+    Request,
+    TraceRequest,
+    read_answer,
+    write_message,
+)
+from offplan.replay.verify import needs_control, verify
+
+SEED = 20_240_229
+# How long a process may take to end once it was asked to; then it is killed.
+_GRACE_S = 15.0
+# cuBLAS then repeats its results from run to run; it reads this when it starts.
+_REPEATABLE_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+OnPhase = Callable[[str], None]
+
+
+class ArmError(OffplanError):
+    """A process that measures ended without a result; the exit code is that of its own error."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How to measure.  ``steps`` follow one warm-up; ``repeat`` adds a control."""
+
+    steps: int = 5
+    repeat: bool = False
+    verify: bool = True
+    host_budget_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks for beyond a plan or target; None and empty where nothing is."""
+
+    device: str | None = None
+    budget: int | None = None
+    rules: RuleSet | None = None
+    compare: tuple[RuleSet, ...] = ()
+    verify: bool = True
+
+
+@dataclass(frozen=True)
+class Replays:
+    """The plans to replay, in order; ``plan`` is the one of them that the report is about."""
+
+    plans: tuple[Plan, ...]
+    plan: Plan
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Arm:
+    role: Role
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """What a plan is made from, besides the graphs."""
+
+    target: TargetRef
+    device: str
+    partitioner: Partitioner
+    attention: str | None
+    rules: RuleSet
+    min_bytes: int
+    budget: int | None
+
+
+def _ignore(phase: str) -> None:
+    pass
+
+
+# --- which plans ----------------------------------------------------------------------------------
+
+
+def plans_to_replay(
+    source: Plan | TargetRef, wanted: Wanted, on_phase: OnPhase = _ignore
+) -> Replays:
+    """The plan as it is where that is what is wanted; else new ones, from a trace on the device.
+
+    Raises ``UsageError`` for a comparison that moves nothing, and what the trace raises.
+    """
+    choices = _choices(source, wanted)
+    if isinstance(source, Plan) and not wanted.compare and choices == _choices(source, Wanted()):
+        return Replays((source,), source)
+    if wanted.compare and choices.budget is None:
+        raise UsageError("--compare needs plans that move something", fix="add --budget 0")
+    facts = _traced(choices, wanted.verify, on_phase)
+    plans = tuple(
+        make_plan(facts, rules=rules, min_bytes=choices.min_bytes, budget=choices.budget)
+        for rules in dict.fromkeys(wanted.compare or (choices.rules,))
+    )
+    plan = next((plan for plan in plans if plan.rules == choices.rules), plans[-1])
+    notes = tuple(_notes_on_new(source, facts)) if isinstance(source, Plan) else ()
+    return Replays(plans, plan, notes)
+
+
+def _choices(source: Plan | TargetRef, wanted: Wanted) -> _Choices:
+    """The choices of ``source``, where nothing else is wanted."""
+    if isinstance(source, TargetRef):
+        return _Choices(
+            target=source,
+            device=wanted.device or "cuda",
+            partitioner="min-cut",
+            attention=None,
+            rules=wanted.rules or DEFAULT_RULES,
+            min_bytes=DEFAULT_MIN_BYTES,
+            budget=wanted.budget,
+        )
+    device = wanted.device or source.device
+    named = device == "cuda" and source.attention not in ("", "auto")
+    return _Choices(
+        target=source.target,
+        device=device,
+        partitioner="default" if source.partitioner == "default" else "min-cut",
+        attention=source.attention if named else None,
+        rules=wanted.rules or source.rules,
+        min_bytes=source.min_bytes,
+        budget=source.budget if wanted.budget is None else wanted.budget,
+    )
+
+
+def _notes_on_new(plan: Plan, facts: GraphFacts) -> Iterator[str]:
+    """That the graphs are not those of ``plan``, and why."""
+    if plan.device != facts.device:
+        yield f"the plan is for {plan.device}; it was planned again for {facts.device}"
+        return
+    try:
+        check_plan(facts, plan)
+    except PlanError as error:
+        yield f"planned again, from the target as it is now: {error.what}"
+
+
+def _traced(choices: _Choices, verify_bits: bool, on_phase: OnPhase) -> GraphFacts:
+    """The graphs of the target, traced on the device by a process of its own."""
+    on_phase("tracing")
+    with _processes() as processes:
+        graph = processes.folder / "traced.graph.json"
+        request = TraceRequest(
+            spec=choices.target.spec,
+            params=choices.target.params,
+            device=choices.device,
+            partitioner=choices.partitioner,
+            attention=choices.attention,
+            graph=graph,
+            verify=verify_bits,
+        )
+        processes.answer(request, "trace")
+        return load_graph(graph)
+
+
+# --- arms -----------------------------------------------------------------------------------------
+
+
+def measure(replays: Replays, options: RunOptions, on_phase: OnPhase = _ignore) -> Measurement:
+    """One arm without a plan and one for each plan; a control where asked for, or needed.
+
+    Raises what ends an arm without a result: ``PlanError`` if the target changed or a plan is not
+    safe to replay, ``DeviceError`` without the device, ``ArmError`` for anything else.
+    """
+    plan = replays.plan
+    no_plan = _Arm("no plan", without_transfers(plan))
+    with _processes() as processes:
+        results = [
+            _measured(arm, options, processes, on_phase)
+            for arm in (no_plan, *(_Arm("plan", each) for each in replays.plans))
+        ]
+        repeat = options.repeat or (options.verify and needs_control(results))
+        # It would run out of memory again.
+        if repeat and results[0].arm.completed:
+            control = replace(no_plan, role="control")
+            results.append(_measured(control, options, processes, on_phase))
+    return Measurement(
+        measured=plan.target,
+        schema_version=SCHEMA_VERSION,
+        device=plan.device,
+        machine=results[0].machine,
+        digest=plan.digest,
+        compiler=plan.compiler,
+        partitioner=plan.partitioner,
+        attention=plan.attention,
+        rules=plan.rules,
+        min_bytes=plan.min_bytes,
+        budget=plan.budget,
+        movable_bytes=plan.movable_bytes,
+        arms=tuple(result.arm for result in results),
+        verification=verify(results) if options.verify else None,
+        notes=replays.notes,
+    )
+
+
+def without_transfers(plan: Plan) -> Plan:
+    """``plan`` with everything that it moves kept."""
+    kept = (
+        msgspec.structs.replace(entry, action="kept") if entry.action == "moved" else entry
+        for entry in plan.storages
+    )
+    return msgspec.structs.replace(
+        plan, storages=tuple(kept), transfers=(), moved_bytes=0, budget=None
+    )
+
+
+def _measured(
+    arm: _Arm, options: RunOptions, processes: _Processes, on_phase: OnPhase
+) -> ArmResult:
+    name = f"plan ({arm.plan.rules})" if arm.role == "plan" else arm.role
+    on_phase(f"measuring: {name}")
+    path = processes.folder / "arm.plan.yaml"
+    write_plan(path, arm.plan)
+    request = ArmRequest(
+        plan=path,
+        device=arm.plan.device,
+        steps=options.steps,
+        seed=SEED,
+        host_budget_bytes=options.host_budget_bytes,
+        verify=options.verify,
+    )
+    answer = processes.answer(request, name)
+    assert isinstance(answer, ArmResult)
+    is_plan = arm.role == "plan"
+    known = msgspec.structs.replace(
+        answer.arm,
+        role=arm.role,
+        rules=arm.plan.rules if is_plan else None,
+        planned=planned(arm.plan) if is_plan else None,
+    )
+    return msgspec.structs.replace(answer, arm=known)
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+class _Processes:
+    """Starts one process at a time, and waits for its answer.  Files go through ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def answer(self, request: Request, name: str) -> Answer:
+        """What a fresh process answers to ``request``.  A failure is raised as the error it is."""
+        asked, answered = self.folder / "request.json", self.folder / "result.json"
+        said = self.folder / "said.txt"
+        answered.unlink(missing_ok=True)
+        write_message(asked, request)
+        environment = _environment() | (_REPEATABLE_CUBLAS if request.verify else {})
+        command = _command(asked, answered)
+        with said.open("wb") as output, _running(command, environment, output) as process:
+            exit_code = process.wait()
+        words = said.read_text(errors="replace")
+        if not answered.exists():
+            raise _died(name, exit_code, words)
+        answer = read_answer(answered)
+        if isinstance(answer, Failure):
+            raise _error(answer, words)
+        return answer
+
+
+@contextmanager
+def _processes() -> Iterator[_Processes]:
+    with tempfile.TemporaryDirectory(prefix="offplan-run-") as folder:
+        yield _Processes(Path(folder))
+
+
+def _command(asked: Path, answered: Path) -> list[str]:
+    return [sys.executable, "-m", "offplan.replay.arm", str(asked), str(answered)]
+
+
+@contextmanager
+def _running(
+    command: list[str], environment: dict[str, str], output: object
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has ended when the context does, however it is left."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=output,  # type: ignore[call-overload]
+        stderr=output,
+        # Ctrl-C goes to every process of the terminal's group; this one decides for its own.
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, and its import path: the same offplan, the same model file."""
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt it, and kill it if that takes too long or if the user insists."""
+    try:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+
+def _died(name: str, exit_code: int, words: str) -> OffplanError:
+    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    if exit_code >= 0:
+        how = f"ended with exit code {exit_code}"
+    else:
+        how = f"was ended by {signal.Signals(-exit_code).name}"
+    fix = ""
+    if exit_code == -signal.SIGKILL:
+        fix = "if nobody killed it, the machine ran out of memory: see dmesg"
+    last = f": {lines[-1]}" if lines else ""
+    return _with_words(ArmError(f"the process of {name!r} {how}{last}", fix=fix), words)
+
+
+def _error(failure: Failure, words: str) -> OffplanError:
+    error = ArmError(failure.what, where=failure.where, fix=failure.fix)
+    error.exit_code = failure.exit_code
+    return _with_words(error, words)
+
+
+def _with_words(error: OffplanError, words: str) -> OffplanError:
+    """``error``, caused by what the process said, which ``--traceback`` prints."""
+    error.__cause__ = RuntimeError(f"in the process that measures:\n{words}")
+    return error

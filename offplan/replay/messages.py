@@ -1,0 +1,103 @@
+"""What ``offplan run`` and the processes it starts say to each other, as JSON files.
+
+A request is a ``TraceRequest`` or an ``ArmRequest``; the answer is a ``Traced``, an ``ArmResult``
+or a ``Failure``.  They live no longer than the command does, so they have no versions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from offplan.graph import Partitioner
+from offplan.measured import Arm, Machine, What
+
+
+class TraceRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Trace ``spec`` for ``device`` and write its graphs to ``graph``.
+
+    ``verify``: as the arms will trace it, which ask for deterministic kernels then.
+    """
+
+    spec: str
+    params: dict[str, str]
+    device: str
+    partitioner: Partitioner
+    attention: str | None
+    graph: Path
+    verify: bool
+
+
+class ArmRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Replay the plan at ``plan`` for a warm-up and ``steps`` more steps.
+
+    ``verify``: deterministic kernels where there are any, and a fingerprint of every step.
+    """
+
+    plan: Path
+    device: str
+    steps: int
+    seed: int
+    host_budget_bytes: int | None
+    verify: bool
+
+
+class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor after one step: its bits, and what tells how far two of them are apart.
+
+    ``bits`` are equal only for tensors of equal type, shape and bits.  ``sketch`` are projections
+    of its values on fixed pseudo-random signs (see ``replay.fingerprint``); ``norm`` is the
+    Euclidean norm.  JSON has no infinity and no NaN: both are None.
+    """
+
+    what: What
+    name: str
+    bits: str
+    norm: float | None = None
+    sketch: tuple[float | None, ...] = ()
+
+
+class Traced(msgspec.Struct, frozen=True, tag=True):
+    """The graphs were written."""
+
+
+class ArmResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """``arm`` has the role "plan", whatever was replayed; ``fingerprints`` are by step."""
+
+    arm: Arm
+    machine: Machine
+    fingerprints: tuple[tuple[Fingerprint, ...], ...] = ()
+    nondeterministic: tuple[str, ...] = ()
+
+
+class Failure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What went wrong in the process, as an ``OffplanError`` says it."""
+
+    exit_code: int
+    what: str
+    where: str = ""
+    fix: str = ""
+
+
+Request = TraceRequest | ArmRequest
+Answer = Traced | ArmResult | Failure
+
+
+def write_message(path: Path, message: Request | Answer) -> None:
+    """Write ``message``, whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(msgspec.json.encode(message, enc_hook=str))
+    temporary.replace(path)
+
+
+def read_request(path: Path) -> Request:
+    return msgspec.json.decode(path.read_bytes(), type=Request, dec_hook=_path)
+
+
+def read_answer(path: Path) -> Answer:
+    return msgspec.json.decode(path.read_bytes(), type=Answer)
+
+
+def _path(kind: type, value: object) -> object:
+    return kind(value)

@@ -1,0 +1,437 @@
+"""The transfers of a replay as they run: streams, events, host memory, and what is counted.
+
+The compute stream is the one that is current where a transfer is called.  Each direction has a
+stream of its own, on which copies run in the order in which they were issued.
+
+1.  *offload* makes the device-to-host stream wait for the compute stream as it stands, and for the
+    last reload that may still read the same host bytes; then issues the copy.  The runtime holds
+    the device storage from here to its release.
+2.  *release* makes the compute stream wait for that copy, and lets go of the storage.  Whatever the
+    compute stream allocates in its place runs after the copy, so the allocator needs no
+    ``record_stream``.
+3.  *reload* allocates on the compute stream, makes the host-to-device stream wait for the compute
+    stream as it stands (the allocation's former user) and for the slot's own offload; then issues
+    the copy.
+4.  *wait* makes the compute stream wait for that copy.
+5.  Nothing here blocks the host, except for a pool that has to grow and for ``close``.
+6.  A packed transfer gathers its bytes on the compute stream, into a buffer that the copy reads; on
+    the way back they are scattered by the wait.
+7.  On the CPU, offload copies at once, release checks that the storage is really gone, reload fills
+    the new storage with ones (not-a-number in every float), and wait copies.  So a read of a
+    released storage, or of a reloaded one before its wait, cannot pass by luck.
+
+One thread uses a runtime at a time; a backward may run on another one than its forward.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offplan.errors import OffplanError
+from offplan.footprint import Pattern
+from offplan.replay.host import HostPool, Lease, Pageable, Pinning
+from offplan.replay.packing import gather, scatter, window
+from offplan.trace._torch import storage_key
+
+# Kernels choose by the alignment of a pointer; blocks of the caching allocator have this one.
+DEVICE_ALIGNMENT_BYTES = 512
+
+# A copy that was issued: an event on the GPU; None on the CPU, where nothing is left to wait for.
+Copy = Any
+
+
+class ReplayError(OffplanError):
+    """A transfer cannot be done: its storage is held elsewhere, or the replay is closed."""
+
+
+class RuntimeStats(msgspec.Struct, frozen=True):
+    """Totals since the runtime was made.
+
+    ``lease_count`` counts forward runs that moved something.  ``host_asked_bytes`` were laid out,
+    ``host_pinned_bytes`` reserved for that, in whole pages; both are 0 once closed.
+    ``stalled_ms`` is the time that the compute stream waited for copies; None unless it is timed.
+    """
+
+    offload_count: int
+    offloaded_bytes: int
+    reload_count: int
+    reloaded_bytes: int
+    lease_count: int
+    host_asked_bytes: int
+    host_pinned_bytes: int
+    stalled_ms: float | None
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One transfer, in bytes from the start of its storage.
+
+    ``pieces`` is what is carried if the transfer is packed, else empty.  ``item_bytes`` is the size
+    of the largest element of its views.  ``name`` is for messages.
+    """
+
+    name: str
+    start: int
+    stop: int
+    transfer_bytes: int
+    pieces: tuple[Pattern, ...]
+    item_bytes: int
+    host_offset: int
+
+    @property
+    def first_byte(self) -> int:
+        """Where in the storage the reloaded buffer begins: rounded down, to keep its alignment."""
+        return self.start // DEVICE_ALIGNMENT_BYTES * DEVICE_ALIGNMENT_BYTES
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes allocated on reload; whole elements, so that it can be viewed as any dtype."""
+        return -(-(self.stop - self.first_byte) // self.item_bytes) * self.item_bytes
+
+
+class TransferOps(NamedTuple):
+    """What a graph calls: ``offload(value, slot) -> host``, ``release(host, slot)``,
+    ``reload(host, slot) -> buffer`` and ``wait(buffer)``, with slots as numbers."""
+
+    offload: Callable[..., Any]
+    release: Callable[..., Any]
+    reload: Callable[..., Any]
+    wait: Callable[..., Any]
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+class Link(Protocol):
+    """How bytes cross, in both directions."""
+
+    def buffer(self, size_bytes: int) -> torch.Tensor: ...
+
+    def send(self, source: torch.Tensor, host: torch.Tensor, after: Copy | None) -> Copy: ...
+
+    def fetch(self, host: torch.Tensor, target: torch.Tensor, after: Copy | None) -> Copy: ...
+
+    def arrive(self, host: torch.Tensor, target: torch.Tensor, copy: Copy) -> None: ...
+
+    def wait(self, copy: Copy) -> None: ...
+
+    def drain(self) -> None: ...
+
+    def still_held(self, name: str, key: int) -> None: ...
+
+    def stalled_ms(self) -> float | None: ...
+
+
+class CpuLink:
+    """Copies done by the host (definition 7)."""
+
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        return torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+
+    def send(self, source: torch.Tensor, host: torch.Tensor, after: Copy | None) -> Copy:
+        host.copy_(source)
+
+    def fetch(self, host: torch.Tensor, target: torch.Tensor, after: Copy | None) -> Copy:
+        return None
+
+    def arrive(self, host: torch.Tensor, target: torch.Tensor, copy: Copy) -> None:
+        target.copy_(host)
+
+    def wait(self, copy: Copy) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
+    def still_held(self, name: str, key: int) -> None:
+        raise ReplayError(
+            f"{name} is still there after its release: {_holder(key)} holds it",
+            fix="report it with the target; until then, plan without this storage (--min-size)",
+        )
+
+    def stalled_ms(self) -> float | None:
+        return None
+
+
+class CudaLink:
+    """Copies by the copy engines, on one stream each way (definitions 1 to 5)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.to_host = torch.cuda.Stream(device)
+        self.to_device = torch.cuda.Stream(device)
+
+    def buffer(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+
+    def send(self, source: torch.Tensor, host: torch.Tensor, after: Copy | None) -> Copy:
+        return self._issue(self.to_host, host, source, after)
+
+    def fetch(self, host: torch.Tensor, target: torch.Tensor, after: Copy | None) -> Copy:
+        return self._issue(self.to_device, target, host, after)
+
+    def arrive(self, host: torch.Tensor, target: torch.Tensor, copy: Copy) -> None:
+        self.wait(copy)
+
+    def wait(self, copy: Copy) -> None:
+        torch.cuda.current_stream(self.device).wait_event(copy)
+
+    def drain(self) -> None:
+        self.to_host.synchronize()
+        self.to_device.synchronize()
+
+    def still_held(self, name: str, key: int) -> None:
+        # The result is right all the same, and the measured peak shows the bytes.
+        pass
+
+    def stalled_ms(self) -> float | None:
+        return None
+
+    def _issue(
+        self,
+        stream: torch.cuda.Stream,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: Copy | None,
+    ) -> Copy:
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if after is not None:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+
+class TimedCudaLink(CudaLink):
+    """The same, with the time that the compute stream spends waiting measured."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.total_ms = 0.0
+
+    def wait(self, copy: Copy) -> None:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self.device)
+        before.record(stream)
+        super().wait(copy)
+        after.record(stream)
+        self.waits.append((before, after))
+
+    def stalled_ms(self) -> float | None:
+        for before, after in self.waits:
+            after.synchronize()
+            self.total_ms += before.elapsed_time(after)
+        self.waits.clear()
+        return self.total_ms
+
+
+def _holder(key: int) -> str:
+    """Names a tensor on the storage ``key``, where Python can see one."""
+    for item in gc.get_objects():
+        if type(item) is torch.Tensor and item.layout == torch.strided and storage_key(item) == key:
+            return f"a {str(item.dtype).removeprefix('torch.')}{list(item.shape)} tensor"
+    return "something outside the graph"
+
+
+# --- the runtime ----------------------------------------------------------------------------------
+
+
+class _Sending(NamedTuple):
+    """An offload that is not released: the storage, what is copied of it, and the copy."""
+
+    value: torch.Tensor
+    source: torch.Tensor
+    copy: Copy
+
+
+class _Arriving(NamedTuple):
+    """A reload that has not been waited for.  ``target`` is what the copy fills: a part of
+    ``buffer``, or the packed bytes that are still to be scattered into it."""
+
+    slot: Slot
+    host: torch.Tensor
+    target: torch.Tensor
+    buffer: torch.Tensor
+    copy: Copy
+
+
+@dataclass
+class _Totals:
+    offload_count: int = 0
+    offloaded_bytes: int = 0
+    reload_count: int = 0
+    reloaded_bytes: int = 0
+    lease_count: int = 0
+
+
+class Runtime:
+    """Runs transfers on one device.  Owns its streams and host memory until ``close``."""
+
+    def __init__(self, link: Link, pool: HostPool) -> None:
+        self.link = link
+        self.pool = pool
+        self.slots: list[Slot] = []
+        self.is_closed = False
+        self._totals = _Totals()
+        self._lease: Lease | None = None
+        self._sending: dict[int, _Sending] = {}
+        # By address: of a host tensor, which lives as long as its lease, and of a buffer that is
+        # held here.
+        self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
+        self._arriving: dict[int, _Arriving] = {}
+
+    @property
+    def ops(self) -> TransferOps:
+        """What a graph's nodes call, for graphs that run op by op."""
+        return TransferOps(self.offload, self.release, self.reload, self.wait)
+
+    def add_slots(self, slots: Sequence[Slot]) -> range:
+        """Make ``slots`` known; returns their numbers."""
+        first = len(self.slots)
+        self.slots.extend(slots)
+        return range(first, len(self.slots))
+
+    def stats(self) -> RuntimeStats:
+        """Totals so far.  Where stalls are timed, waits for the device."""
+        return RuntimeStats(
+            **vars(self._totals),
+            host_asked_bytes=self.pool.asked_bytes,
+            host_pinned_bytes=self.pool.pinned_bytes,
+            stalled_ms=self.link.stalled_ms(),
+        )
+
+    def close(self) -> None:
+        """Wait for copies in flight and give the host memory back.  What was saved on it by a
+        forward whose backward has not run is lost: that backward raises ``ReplayError``."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.link.drain()
+        self._sending.clear()
+        self._arriving.clear()
+        self.pool.close()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.close()
+
+    # --- around a graph ---------------------------------------------------------------------------
+
+    @contextmanager
+    def forward_run(self, arena_bytes: int) -> Iterator[None]:
+        """One forward run, with a lease of its own on host memory.
+
+        If it fails, the compute stream waits for its copies before their storages go.
+        """
+        self._check_open()
+        self._lease = self.pool.lease(arena_bytes)
+        self._totals.lease_count += 1
+        try:
+            yield
+        finally:
+            self._lease = None
+            for sending in self._sending.values():
+                self.link.wait(sending.copy)
+            self._sending.clear()
+
+    @contextmanager
+    def backward_run(self) -> Iterator[None]:
+        """One backward run.
+
+        If it fails, the compute stream waits for its reloads before their buffers go.
+        """
+        self._check_open()
+        try:
+            yield
+        finally:
+            for arriving in self._arriving.values():
+                self.link.wait(arriving.copy)
+            self._arriving.clear()
+
+    # --- in a graph -------------------------------------------------------------------------------
+
+    def offload(self, value: torch.Tensor, number: int) -> torch.Tensor:
+        """Issue the copy of a slot's bytes of ``value``'s storage.  The host tensor they go to."""
+        assert self._lease is not None
+        slot, lease = self.slots[number], self._lease
+        host = lease.host_tensor(slot.host_offset, slot.transfer_bytes)
+        storage = value.untyped_storage()
+        if slot.pieces:
+            source = gather(storage, slot.pieces)
+        else:
+            source = window(storage, slot.start, (slot.stop - slot.start,), (1,))
+        copy = self.link.send(source, host, lease.arena.last_reload)
+        self._sending[number] = _Sending(value, source, copy)
+        self._leases[host.data_ptr()] = lease
+        lease.sent[number] = copy
+        self._totals.offload_count += 1
+        self._totals.offloaded_bytes += slot.transfer_bytes
+        return host
+
+    def release(self, host: torch.Tensor, number: int) -> None:
+        """Let go of the device storage, from where on the compute stream its copy has landed."""
+        value, _, copy = self._sending.pop(number)
+        self.link.wait(copy)
+        key, reference = storage_key(value), StorageWeakRef(value.untyped_storage())
+        del value, _
+        if not reference.expired():
+            self.link.still_held(self.slots[number].name, key)
+
+    def reload(self, host: torch.Tensor, number: int) -> torch.Tensor:
+        """Issue the copy back.  The flat buffer it goes to, not to be read before ``wait``."""
+        slot, lease = self.slots[number], self._leases[host.data_ptr()]
+        buffer = self.link.buffer(slot.buffer_bytes)
+        if slot.pieces:
+            target = self.link.buffer(slot.transfer_bytes)
+        else:
+            target = buffer[slot.start - slot.first_byte : slot.stop - slot.first_byte]
+        copy = self.link.fetch(host, target, lease.sent[number])
+        lease.arena.last_reload = copy
+        self._arriving[buffer.data_ptr()] = _Arriving(slot, host, target, buffer, copy)
+        self._totals.reload_count += 1
+        self._totals.reloaded_bytes += slot.transfer_bytes
+        return buffer
+
+    def wait(self, buffer: torch.Tensor) -> None:
+        """Have the compute stream wait until ``buffer`` is filled."""
+        arriving = self._arriving.pop(buffer.data_ptr())
+        self.link.arrive(arriving.host, arriving.target, arriving.copy)
+        if arriving.slot.pieces:
+            slot = arriving.slot
+            scatter(arriving.target, buffer.untyped_storage(), slot.first_byte, slot.pieces)
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise ReplayError(
+                "the replay is closed, and what it had saved on the host is gone",
+                fix="close it after the last backward",
+            )
+
+
+def cpu_runtime(arena_sizes: Sequence[int], host_budget: int | None) -> Runtime:
+    """A runtime that replays on the CPU."""
+    return Runtime(CpuLink(), HostPool(arena_sizes, Pageable(), host_budget))
+
+
+def cuda_runtime(
+    device: torch.device,
+    arena_sizes: Sequence[int],
+    host_budget: int | None,
+    pinning: Pinning,
+    link_type: type[CudaLink],
+) -> Runtime:
+    """A runtime for a GPU, with its host memory pinned at once."""
+    with torch.cuda.device(device):
+        pool = HostPool(arena_sizes, pinning, host_budget)
+        return Runtime(link_type(device), pool)

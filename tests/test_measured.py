@@ -1,0 +1,438 @@
+"""What a measurement adds up to, its file, its verification, and what people read of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from offplan.errors import FileFormatError, OutputError, UsageError
+from offplan.graph import TargetRef
+from offplan.measured import (
+    SCHEMA_VERSION,
+    Arm,
+    Machine,
+    Measurement,
+    OutOfMemory,
+    Parts,
+    Planned,
+    Step,
+    Verification,
+    load_measurement,
+    write_measurement,
+)
+from offplan.replay.messages import ArmResult, Fingerprint
+from offplan.replay.verify import needs_control, verify
+from offplan.report.run import render_run, run_report
+
+MACHINE = Machine(
+    processor="Xeon",
+    cores=16,
+    memory_bytes=128 * 1024**3,
+    python="3.12.3",
+    torch="2.14.1",
+    gpu="NVIDIA H200",
+    gpu_memory_bytes=141 * 1000**3,
+    cuda="13.0",
+)
+MOVED = 26_300_000_000
+PLANNED = Planned(MOVED, MOVED, 58, 58)
+
+
+def step(ms: float = 676.0, moved: int = 0, count: int = 0, **changes: Any) -> Step:
+    fields: dict[str, Any] = {
+        "loss": "2.5",
+        "step_ms": ms,
+        "forward_ms": ms / 4,
+        "backward_ms": ms * 3 / 4,
+        "peak_allocated_bytes": 47_900_000_000 - moved,
+        "peak_reserved_bytes": 49_000_000_000 - moved,
+        "forward_end_bytes": 40_000_000_000 - moved,
+        "end_bytes": 12_000_000_000,
+        "host_bytes": moved,
+        "to_host_bytes": moved,
+        "to_device_bytes": moved,
+        "to_host_count": count,
+        "to_device_count": count,
+        "stalled_ms": 300.25 if moved else 0.0,
+    }
+    return Step(**{**fields, **changes})
+
+
+def steps(*times: float, **changes: Any) -> tuple[Step, ...]:
+    return tuple(step(ms, **changes) for ms in times)
+
+
+def no_plan(**changes: Any) -> Arm:
+    fields: dict[str, Any] = {
+        "role": "no plan",
+        "outcome": "completed",
+        "build_s": 30.0,
+        "steps": steps(900.0, 675.0, 677.5, 676.0),
+    }
+    return Arm(**{**fields, **changes})
+
+
+def plan(**changes: Any) -> Arm:
+    fields: dict[str, Any] = {
+        "role": "plan",
+        "rules": "whole-storage",
+        "planned": PLANNED,
+        "steps": steps(1500.0, 994.0, 993.5, 1001.0, moved=MOVED, count=58),
+    }
+    return no_plan(**{**fields, **changes})
+
+
+OUT = OutOfMemory(
+    during="the backward of step 0",
+    op="aten.mm.default",
+    allocated_bytes=139_000_000_000,
+    asked_bytes=1_500_000_000,
+    device_bytes=141_000_000_000,
+)
+
+
+def out_of_memory(arm: Arm) -> Arm:
+    return msgspec.structs.replace(arm, outcome="out of memory", out_of_memory=OUT, steps=())
+
+
+def measurement(*arms: Arm, **changes: Any) -> Measurement:
+    fields: dict[str, Any] = {
+        "measured": TargetRef("model.py", {"layers": "8"}, "model.py:4"),
+        "schema_version": SCHEMA_VERSION,
+        "device": "cuda",
+        "machine": MACHINE,
+        "digest": "sha256:0",
+        "compiler": "aot_eager",
+        "partitioner": "min-cut",
+        "attention": "auto",
+        "rules": "whole-storage",
+        "min_bytes": 5 * 1024**2,
+        "budget": 0,
+        "movable_bytes": MOVED,
+        "arms": arms or (no_plan(), plan()),
+    }
+    return Measurement(**{**fields, **changes})
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+
+def test_the_warm_up_counts_neither_for_times_nor_for_peaks():
+    arm = no_plan(
+        steps=(step(9000.0, peak_allocated_bytes=10**12), *steps(1.0, 5.0, 2.0)),
+    )
+    assert arm.step_ms == 2.0
+    assert arm.peak_allocated_bytes == 47_900_000_000
+
+
+def test_a_peak_is_the_largest_of_the_measured_steps():
+    sizes = (9, 3, 7, 5)
+    arm = no_plan(steps=tuple(step(peak_allocated_bytes=size) for size in sizes))
+    assert arm.peak_allocated_bytes == 7
+
+
+def test_nothing_is_reserved_on_the_cpu():
+    assert no_plan(steps=steps(1.0, 1.0, peak_reserved_bytes=None)).peak_reserved_bytes is None
+
+
+def test_a_measurement_is_ok_unless_a_plan_ran_out_of_memory_or_something_differs():
+    assert measurement().ok
+    assert measurement(out_of_memory(no_plan()), plan()).ok
+    assert not measurement(no_plan(), out_of_memory(plan())).ok
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+def test_a_measurement_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "measured.json"
+    parts = Parts(
+        peak_bytes=10,
+        op="aten.mm.default",
+        parameters=4,
+        inputs=0,
+        gradients=3,
+        saved=2,
+        temporaries=1,
+        workspace=0,
+        rounding=0,
+    )
+    full = measurement(
+        no_plan(parts=parts),
+        out_of_memory(plan()),
+        verification=Verification(not_compared="out of memory: plan"),
+        notes=("planned again",),
+    )
+    write_measurement(path, full)
+    assert load_measurement(path) == full
+    # It may be written over by the next, and over nothing else.
+    write_measurement(path, measurement())
+    other = tmp_path / "notes.json"
+    other.write_text("{}")
+    with pytest.raises(OutputError, match="is not an offplan measurement"):
+        write_measurement(other, full)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is not an offplan measurement"),
+        (b"[]", "is not an offplan measurement"),
+        (b'{"schema_version": 99}', "schema version 99"),
+        (b'{"schema_version": 1, "device": 3}', r"\$.device"),
+        (b'{"schema_version": 1}', "missing required field"),
+        (b"\xff", "is not an offplan measurement"),
+    ],
+)
+def test_a_file_that_is_no_measurement_is_refused_by_name_and_field(tmp_path, content, words):
+    path = tmp_path / "measured.json"
+    path.write_bytes(content)
+    with pytest.raises(FileFormatError, match=words):
+        load_measurement(path)
+
+
+# --- verification ---------------------------------------------------------------------------------
+
+
+def fingerprint(bits: str = "a", name: str = "weight", shift: float = 0.0) -> Fingerprint:
+    return Fingerprint(what="gradient", name=name, bits=bits, norm=2.0, sketch=(1.0 + shift, 1.0))
+
+
+def result(arm: Arm, *found: Fingerprint, each: tuple[Any, ...] | None = None) -> ArmResult:
+    per_step = each if each is not None else tuple(found or (fingerprint(),) for _ in arm.steps)
+    return ArmResult(arm=arm, machine=MACHINE, fingerprints=per_step)
+
+
+def test_equal_bits_and_the_planned_bytes_are_verified():
+    found = verify([result(no_plan()), result(plan())])
+    assert found.ok
+    assert (found.reference, found.compared) == ("no plan", ("plan (whole-storage)",))
+    assert (found.steps, found.gradients, found.buffers) == (4, 1, 0)
+
+
+def test_another_bit_is_a_difference_with_its_tensor_and_step():
+    changed = [(fingerprint(),)] * 4
+    changed[2] = (fingerprint("b", shift=0.5),)
+    found = verify([result(no_plan()), result(plan(), each=tuple(changed))])
+    (difference,) = found.differences
+    assert (difference.what, difference.name, difference.step) == ("gradient", "weight", 2)
+    assert difference.arm == "plan (whole-storage)"
+    assert (difference.expected, difference.found) == ("a", "b")
+
+
+def test_a_gradient_that_is_missing_is_a_difference():
+    found = verify([result(no_plan()), result(plan(), each=((),) * 4)])
+    assert len(found.differences) == 4
+    assert {difference.found for difference in found.differences} == {"none"}
+
+
+def test_a_control_is_needed_where_bits_differ_and_there_is_none():
+    one, other = result(no_plan()), result(plan(), fingerprint("b"))
+    assert needs_control([one, other])
+    assert not needs_control([one, result(plan())])
+    assert not needs_control([one, other, result(no_plan(role="control"))])
+    # It could not be run.
+    assert not needs_control([result(out_of_memory(no_plan())), other])
+
+
+def test_bits_that_a_control_does_not_repeat_either_are_noise():
+    control = result(no_plan(role="control"), fingerprint("c", shift=0.001))
+    found = verify([result(no_plan()), result(plan(), fingerprint("b", shift=0.004)), control])
+    assert found.ok
+    (noise,) = found.noise
+    # Two projections, one of them off by the shift; the norm is 2.
+    assert noise.control == pytest.approx(0.001 / 2**0.5 / 2)
+    assert noise.plan == pytest.approx(0.004 / 2**0.5 / 2)
+
+
+def test_a_distance_far_beyond_the_noise_is_a_difference():
+    control = result(no_plan(role="control"), fingerprint("c", shift=0.001))
+    found = verify([result(no_plan()), result(plan(), fingerprint("b", shift=0.02)), control])
+    assert len(found.differences) == 4
+
+
+def test_a_control_with_the_same_bits_excuses_nothing():
+    control = result(no_plan(role="control"))
+    found = verify([result(no_plan()), result(plan(), fingerprint("b", shift=1e-9)), control])
+    assert (found.control, found.noise, len(found.differences)) == ("same", (), 4)
+
+
+def test_a_control_that_was_asked_for_shows_its_noise_beside_an_equal_plan():
+    control = result(no_plan(role="control"), fingerprint("c", shift=0.001))
+    found = verify([result(no_plan()), result(plan()), control])
+    assert (found.ok, found.control) == (True, "differs")
+    (noise,) = found.noise
+    assert noise.plan == 0.0
+
+
+def test_a_value_that_is_not_a_number_is_never_excused_as_noise():
+    control = result(no_plan(role="control"), fingerprint("c", shift=0.001))
+    broken = Fingerprint(what="gradient", name="weight", bits="b", norm=None, sketch=(None, None))
+    assert not verify([result(no_plan()), result(plan(), broken), control]).ok
+
+
+def test_moved_bytes_and_transfers_have_to_be_the_plans():
+    off = step(moved=MOVED - 1, count=57, host_bytes=MOVED)
+    arms = no_plan(steps=steps(1.0, 1.0)), plan(steps=(step(moved=MOVED, count=58), off))
+    found = verify([result(arm) for arm in arms])
+    assert {(each.what, each.step) for each in found.differences} == {
+        ("bytes to the host", 1),
+        ("bytes to the device", 1),
+        ("transfers to the host", 1),
+        ("transfers to the device", 1),
+    }
+
+
+def test_an_arm_without_a_plan_moves_nothing():
+    moving = no_plan(steps=steps(1.0, 1.0, 1.0, 1.0, moved=8, count=1))
+    found = verify([result(moving), result(plan())])
+    assert {each.arm for each in found.differences} == {"no plan"}
+
+
+def test_bytes_have_to_be_flat_from_the_second_step_on():
+    growing = tuple(
+        step(moved=MOVED, count=58, end_bytes=size, host_bytes=7) for size in (1, 100, 100, 112)
+    )
+    (difference,) = verify([result(no_plan()), result(plan(steps=growing))]).differences
+    assert (difference.what, difference.step) == ("device bytes", 3)
+    assert (difference.expected, difference.found) == ("100", "112")
+
+
+def test_what_a_model_keeps_from_step_to_step_is_not_the_plans_fault():
+    grown = [step(end_bytes=size) for size in (1, 100, 112, 124)]
+    as_much = [step(moved=MOVED, count=58, end_bytes=size) for size in (1, 90, 102, 114)]
+    results = [result(no_plan(steps=tuple(grown))), result(plan(steps=tuple(as_much)))]
+    assert verify(results).ok
+
+
+def test_without_memory_for_the_reference_the_plans_are_compared_with_each_other():
+    older = plan(rules="no-view")
+    found = verify([result(out_of_memory(no_plan())), result(older), result(plan())])
+    assert (found.reference, found.compared) == ("plan (no-view)", ("plan (whole-storage)",))
+
+
+def test_an_arm_alone_has_its_bytes_checked_and_says_that_bits_were_not_compared():
+    found = verify([result(out_of_memory(no_plan())), result(plan())])
+    assert (found.compared, found.not_compared) == ((), "out of memory: no plan")
+    assert found.ok
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+REPORT = """\
+offplan run ok: model.py layers=8
+  replayed on  cuda (NVIDIA H200), torch 2.14.1, aot_eager graphs op by op,
+               min-cut partitioner, attention auto
+  plan         whole-storage, minimum 5MiB, budget 0
+  arms         one process each; one warm-up step, then 3 steps
+  note         planned again, for a reason
+
+Without the plan and with it
+                   no plan      plan      delta  predicted  error
+  peak allocated  47.90 GB  21.60 GB  -26.30 GB
+  peak reserved   49.00 GB  22.70 GB  -26.30 GB
+  end of forward  40.00 GB  13.70 GB  -26.30 GB
+  step            676.0 ms  994.0 ms  +318.0 ms
+  moved                0 B  26.30 GB  +26.30 GB   26.30 GB    0 B
+  no plan               steps of 675.0, 677.5, 676.0 ms
+  plan (whole-storage)  steps of 994.0, 993.5, 1,001.0 ms; compute waited
+                        300.2 ms a step for transfers; 26.30 GB of host memory
+  predicted             what the plan says it moves; peaks and times are not
+                        predicted yet
+
+What the peak is made of
+                 no plan  plan (whole-storage)
+  parameters     6.60 GB               6.60 GB
+  inputs       131.07 kB             131.07 kB
+  gradients      6.60 GB               6.60 GB
+  saved         32.70 GB               6.40 GB
+  temporaries    1.97 GB               1.97 GB
+  workspace     33.55 MB              33.55 MB
+  rounding         568 B                 568 B
+  peak          47.90 GB              21.60 GB
+  no plan               reached in aten.mm.default
+  plan (whole-storage)  reached in
+                        aten._scaled_dot_product_cudnn_attention.default
+
+Verified: same bits
+  same   losses, 1 gradient, 0 buffers, over 4 steps: plan (whole-storage)
+  moved  bytes and transfers of every step are the plan's
+  flat   device and host bytes do not change after the second step
+"""
+
+
+def printed(found: Measurement) -> str:
+    return render_run(run_report(found), "text", 80)
+
+
+def verified(*results: ArmResult, **changes: Any) -> Measurement:
+    arms = tuple(each.arm for each in results)
+    return measurement(*arms, verification=verify(results), **changes)
+
+
+def parts(op: str, moved: int) -> Parts:
+    return Parts(
+        peak_bytes=47_900_000_000 - moved,
+        op=op,
+        parameters=6_600_000_000,
+        inputs=131_072,
+        gradients=6_600_000_000,
+        saved=32_700_000_000 - moved,
+        temporaries=1_966_313_928,
+        workspace=33_554_432,
+        rounding=568,
+    )
+
+
+def test_the_report_is_this():
+    without = no_plan(parts=parts("aten.mm.default", 0))
+    with_plan = plan(parts=parts("aten._scaled_dot_product_cudnn_attention.default", MOVED))
+    found = verified(result(without), result(with_plan), notes=("planned again, for a reason",))
+    assert printed(found) == REPORT
+
+
+def test_json_has_every_sample_and_the_verdict():
+    document = json.loads(render_run(run_report(measurement()), "json"))
+    assert document["ok"] is True
+    assert [step["step_ms"] for step in document["arms"][1]["steps"]] == [
+        1500.0,
+        994.0,
+        993.5,
+        1001.0,
+    ]
+    assert document["rows"][-1]["error"] == 0
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(UsageError, match="html"):
+        render_run(run_report(measurement()), "html")
+
+
+def test_running_out_of_memory_is_a_line_and_not_a_number():
+    text = printed(verified(result(out_of_memory(no_plan())), result(plan())))
+    assert text.startswith("offplan run ok: model.py layers=8\n")
+    assert "out of memory in the backward of step 0 (aten.mm.default)" in " ".join(text.split())
+    assert "Bits not compared: out of memory: no plan" in text
+
+
+def test_a_difference_is_named_with_tensor_and_step():
+    text = printed(verified(result(no_plan()), result(plan(), fingerprint("b"))))
+    assert text.startswith("offplan run failed")
+    assert "Verification failed: 4 differences" in text
+    assert "gradient weight" in text
+
+
+def test_rule_sets_are_compared_row_by_row():
+    plans = [plan(rules=rules) for rules in ("no-view", "last-holder", "whole-storage")]
+    text = printed(verified(result(no_plan()), *(result(each) for each in plans)))
+    rows = text[text.index("Rule sets compared") :].splitlines()[1:6]
+    assert [row.split()[0] for row in rows] == [
+        "rules",
+        "no",
+        "no-view",
+        "last-holder",
+        "whole-storage",
+    ]
