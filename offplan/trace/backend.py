@@ -64,14 +64,22 @@ def compile_settings() -> Iterator[None]:
         # 2.11 and 2.13: aten.copy onto a strided tensor), so one op would differ from call to call.
         "fake_tensor_cache_enabled": False,
     }
+    # A custom op that returns its input shares its storage, which is read off as for any op; torch
+    # would warn of it, and raise an error where the variable CI is set.
+    aot_settings = {"enable_autograd_cache": False, "check_custom_op_aliasing": False}
     with (
-        dynamo_config.patch(**{k: v for k, v in settings.items() if hasattr(dynamo_config, k)}),
-        functorch_config.patch(enable_autograd_cache=False),
+        dynamo_config.patch(**_known(dynamo_config, settings)),
+        functorch_config.patch(**_known(functorch_config, aot_settings)),
         # With a device, constants would be put there before they are traced, which cannot be done
         # without one; so they start on the host, and are copied in the graph, everywhere.
         mock.patch.object(FakeTensorMode, "avoid_device_init", property(lambda self: True)),
     ):
         yield
+
+
+def _known(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``settings`` that this version of torch has."""
+    return {name: value for name, value in settings.items() if hasattr(config, name)}
 
 
 class Recorder:
