@@ -338,7 +338,7 @@ def main() -> None:
     name = re.sub(r"^nvidia-", "", name.lower().replace(" ", "-"))
     path = options.out / f"{name}-replay-{options.benchmark}.json"
     options.out.mkdir(parents=True, exist_ok=True)
-    command = "python benchmarks/replay.py " + " ".join(sys.argv[1:])
+    command = f"python benchmarks/replay.py {options.benchmark}"
     result = {"command": command, "machine": machine, "wall_s": wall_s, **found}
     path.write_text(json.dumps(result, indent=2) + "\n")
     print(f"wrote {path}")

@@ -185,6 +185,8 @@ def analyze(
     min_bytes, budget_bytes = parse_size(min_size), _parse_budget(budget)
     request = _Request(target, param or [], device, gpu, attention, partitioner)
     # A trace can take a minute: what would fail at its end is refused at its beginning.
+    if str(output) == "-":
+        raise UsageError("-o names a file; the report on stdout is chosen by --format")
     check_writable(output, PLAN_FILE)
     if graph is not None:
         _check_graph_name(graph)

@@ -128,6 +128,8 @@ def test_other_budgets_say_that_they_come_later(folder, budget):
         (["model.py", "--min-size", "huge"], 2, "is not a size"),
         (["model.py", "--attention", "flash"], 2, "needs --device cuda"),
         (["model.py", "--graph", "x.json"], 2, "must end in .graph.json"),
+        (["model.py", "-o", "-"], 2, "-o names a file"),
+        (["model.py", "--gpu", "h100"], 2, "--gpu is about CUDA kernels"),
         (["model.py", "-o", "."], 1, "is a directory"),
         (["model.py", "-o", "no/such/folder/x.yaml"], 1, "there is no directory"),
         (["model.py", "-o", "model.py"], 1, "is not an offplan plan"),
