@@ -306,10 +306,16 @@ def _parts_table(arms: Sequence[Arm]) -> Table:
             rows.append((name, *("" if size is None else format_size(size) for size in sizes)))
     peaks = [format_size(arm.parts.peak_bytes) for arm in arms if arm.parts is not None]
     return Table(
-        columns=("", *(arm.name for arm in arms)),
+        columns=("", *_column_names(arms)),
         rows=(*rows, ("peak", *peaks)),
         numeric=frozenset(range(1, len(arms) + 1)),
     )
+
+
+def _column_names(arms: Sequence[Arm]) -> list[str]:
+    """The arms' names; those of compared rule sets without a word that would fill 80 columns."""
+    compared = sum(arm.role == "plan" for arm in arms) > 1
+    return [str(arm.rules) if compared and arm.role == "plan" else arm.name for arm in arms]
 
 
 def _at_peak(arms: Sequence[Arm]) -> Iterator[tuple[str, str]]:
