@@ -124,13 +124,13 @@ def is_dense(value: Value) -> bool:
 
 def _touched_bytes(patterns: Sequence[Pattern]) -> int:
     """Distinct bytes touched by ``patterns``, or an upper bound of it (definition 4)."""
-    gapless = _united((item.start, item.stop) for item in patterns if not item.outer)
+    gapless = united((item.start, item.stop) for item in patterns if not item.outer)
     groups: dict[tuple[tuple[int, int], ...], list[Pattern]] = defaultdict(list)
     for item in patterns:
         if item.outer and not _covers(gapless, item):
             groups[item.outer].append(item)
     total = _measure(gapless) + sum(_group_bytes(group) for group in groups.values())
-    return min(total, _measure(_united((item.start, item.stop) for item in patterns)))
+    return min(total, _measure(united((item.start, item.stop) for item in patterns)))
 
 
 def _group_bytes(group: Sequence[Pattern]) -> int:
@@ -139,7 +139,7 @@ def _group_bytes(group: Sequence[Pattern]) -> int:
     Their runs are united in one period and counted once for each.  Where together they are longer
     than a period, runs of neighbours overlap and are counted twice.
     """
-    runs = _united((item.start, item.start + item.run) for item in group)
+    runs = united((item.start, item.start + item.run) for item in group)
     repeats = group[0].touched_bytes // group[0].run
     return _measure(runs) * repeats
 
@@ -150,15 +150,15 @@ def _covers(intervals: Sequence[_Interval], item: Pattern) -> bool:
     return place > 0 and item.stop <= intervals[place - 1][1]
 
 
-def _united(intervals: Iterable[_Interval]) -> list[_Interval]:
+def united(intervals: Iterable[_Interval]) -> list[_Interval]:
     """Sorted intervals that do not touch, with the same union."""
-    united: list[_Interval] = []
+    joined: list[_Interval] = []
     for start, stop in sorted(intervals):
-        if united and start <= united[-1][1]:
-            united[-1] = (united[-1][0], max(united[-1][1], stop))
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
         else:
-            united.append((start, stop))
-    return united
+            joined.append((start, stop))
+    return joined
 
 
 def _measure(intervals: Sequence[_Interval]) -> int:

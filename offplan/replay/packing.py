@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from offplan.footprint import Pattern, pattern
+from offplan.footprint import Pattern, pattern, united
 from offplan.graph import Value
 
 _Interval = tuple[int, int]
@@ -27,15 +27,15 @@ _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def pieces(views: Iterable[Value]) -> tuple[Pattern, ...]:
     """What a packed transfer of a storage with those saved ``views`` carries (definition 1)."""
     patterns = sorted({pattern(view) for view in views if view.logical_bytes})
-    gapless = _united((item.start, item.stop) for item in patterns if not item.outer)
+    gapless = united((item.start, item.stop) for item in patterns if not item.outer)
     found = [Pattern(start, stop - start, ()) for start, stop in gapless]
     groups: dict[tuple[tuple[int, int], ...], list[_Interval]] = defaultdict(list)
     for item in patterns:
         if item.outer and not any(a <= item.start and item.stop <= b for a, b in gapless):
             groups[item.outer].append((item.start, item.start + item.run))
     for outer, runs in groups.items():
-        found += [Pattern(start, stop - start, outer) for start, stop in _united(runs)]
-    spans = _united((item.start, item.stop) for item in patterns)
+        found += [Pattern(start, stop - start, outer) for start, stop in united(runs)]
+    spans = united((item.start, item.stop) for item in patterns)
     if piece_bytes(found) > sum(stop - start for start, stop in spans):
         found = [Pattern(start, stop - start, ()) for start, stop in spans]
     return tuple(sorted(found, key=lambda piece: (-_unit(piece), piece)))
@@ -92,14 +92,3 @@ def _windows(
 
 def _unit(piece: Pattern) -> int:
     return math.gcd(8, piece.start, piece.run, *(step for _, step in piece.outer))
-
-
-def _united(intervals: Iterable[_Interval]) -> list[_Interval]:
-    """Sorted intervals that do not touch, with the same union."""
-    united: list[_Interval] = []
-    for start, stop in sorted(intervals):
-        if united and start <= united[-1][1]:
-            united[-1] = (united[-1][0], max(united[-1][1], stop))
-        else:
-            united.append((start, stop))
-    return united

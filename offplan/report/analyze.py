@@ -14,7 +14,6 @@ from typing import Literal
 import msgspec
 
 from offplan.eligibility import RULE_SETS, RULES, LedgerRow, Outcome, RuleSet, holder_kind
-from offplan.errors import UsageError
 from offplan.graph import GraphBreak, TargetRef
 from offplan.plan import Action, Entry, Plan, RegionSize, View
 from offplan.report.document import (
@@ -24,8 +23,7 @@ from offplan.report.document import (
     Listing,
     Paragraph,
     Table,
-    to_markdown,
-    to_text,
+    render_blocks,
 )
 from offplan.report.fold import Group, fold
 from offplan.units import format_binary, format_seconds, format_size
@@ -309,11 +307,7 @@ def render_analyze(report: AnalyzeReport, format: str = "text", width: int = 80)
     """``report`` as ``text``, ``json`` or ``markdown``.  ``UsageError`` for another format."""
     if format == "json":
         return msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
-    if format == "markdown":
-        return to_markdown(_document(report))
-    if format == "text":
-        return to_text(_document(report), width)
-    raise UsageError(f"{format!r} is not a format", fix="one of: text, json, markdown")
+    return render_blocks(_document(report), format, width)
 
 
 def _document(report: AnalyzeReport) -> Iterator[Block]:

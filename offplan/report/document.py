@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from offplan.errors import UsageError
+
 _MIN_WIDTH = 40
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B|ms|s|min)\b)")
 _MARKUP = re.compile(r"([\\`*_\[\]|#~])")
@@ -56,6 +58,15 @@ Block = Heading | Paragraph | Table | Listing
 
 
 # --- text -----------------------------------------------------------------------------------------
+
+
+def render_blocks(blocks: Iterable[Block], format: str, width: int) -> str:
+    """``blocks`` as ``text`` or ``markdown``.  ``UsageError`` for a format no report has."""
+    if format == "markdown":
+        return to_markdown(blocks)
+    if format == "text":
+        return to_text(blocks, width)
+    raise UsageError(f"{format!r} is not a format", fix="one of: text, json, markdown")
 
 
 def to_text(blocks: Iterable[Block], width: int) -> str:

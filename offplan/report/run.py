@@ -12,7 +12,6 @@ from typing import Literal
 
 import msgspec
 
-from offplan.errors import UsageError
 from offplan.measured import (
     Arm,
     Difference,
@@ -22,7 +21,7 @@ from offplan.measured import (
     OutOfMemory,
     Verification,
 )
-from offplan.report.document import Block, Heading, Paragraph, Table, to_markdown, to_text
+from offplan.report.document import Block, Heading, Paragraph, Table, render_blocks
 from offplan.units import format_binary, format_size
 
 # Differences and noisy tensors beyond these are counted, not listed.
@@ -152,11 +151,7 @@ def render_run(report: RunReport, format: str = "text", width: int = 80) -> str:
     """``report`` as ``text``, ``json`` or ``markdown``.  ``UsageError`` for another format."""
     if format == "json":
         return msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
-    if format == "markdown":
-        return to_markdown(_document(report))
-    if format == "text":
-        return to_text(_document(report), width)
-    raise UsageError(f"{format!r} is not a format", fix="one of: text, json, markdown")
+    return render_blocks(_document(report), format, width)
 
 
 def _document(report: RunReport) -> Iterator[Block]:

@@ -42,11 +42,9 @@ from torch.library import _scoped_library as scoped_library
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import (
     keystr,
-    tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
     tree_map,
-    tree_map_only,
 )
 
 __all__ = [
@@ -90,11 +88,9 @@ __all__ = [
     "set_sdp_priority_order",
     "storage_key",
     "torch_c",
-    "tree_flatten",
     "tree_leaves",
     "tree_leaves_with_path",
     "tree_map",
-    "tree_map_only",
     "unset_fake_temporarily",
 ]
 
