@@ -34,7 +34,7 @@ from offplan.files import PLAN_FILE, YamlError, dump_yaml, parse_yaml, read_text
 from offplan.footprint import Footprint, footprint
 from offplan.gpus import DEFAULT_GPU, gpu_key
 from offplan.graph import GraphBreak, GraphFacts, Op, StorageId, TargetRef, ValueId, digest
-from offplan.planner import Move, Transfer
+from offplan.transfers import Move, Transfer
 from offplan.units import format_binary
 
 SCHEMA_VERSION = 1

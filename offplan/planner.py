@@ -27,47 +27,15 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
-
-import msgspec
 
 from offplan.errors import UsageError
-from offplan.footprint import Footprint
 from offplan.graph import GraphFacts, Op, Region, StorageId, timeline
+from offplan.transfers import Move, Transfer
 
 # Bytes in flight, each way.  Waiting for each copy at once stalls the compute stream: eight
 # Qwen3-14B-wide layers on an H200 took 1432 ms so, against 994 ms with 2 GB in flight each way, 2%
 # over the bound of bandwidth (design.md, section 8).  More would only raise the peak.
 IN_FLIGHT_BYTES = 2 * 1000**3
-
-
-class Move(NamedTuple):
-    """A storage that may leave the device, saved by ``region``."""
-
-    region: int
-    storage: StorageId
-    size_bytes: int
-    footprint: Footprint
-
-
-class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One storage's way to the host and back.
-
-    Bytes ``start`` to ``stop`` of the storage are what the device holds after the reload.
-    ``transfer_bytes`` cross the link each way: that range, or only the touched bytes of it if
-    ``packed``.
-    """
-
-    region: int
-    storage: StorageId
-    start: int
-    stop: int
-    transfer_bytes: int
-    offload_after: int
-    release_by: int
-    reload_at: int | None
-    needed_by: int | None
-    packed: bool = False
 
 
 @dataclass(frozen=True)

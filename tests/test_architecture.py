@@ -50,12 +50,13 @@ TABLE = {
     "offplan.graph": Allowed("errors files"),
     "offplan.footprint": Allowed("graph"),
     "offplan.eligibility": Allowed("errors units graph footprint"),
-    "offplan.memory": Allowed("errors graph footprint eligibility"),
+    "offplan.transfers": Allowed("graph footprint"),
+    "offplan.memory": Allowed("errors graph footprint eligibility transfers"),
     "offplan.costs": Allowed("errors units files graph"),
-    "offplan.planner": Allowed("errors units graph footprint eligibility memory costs"),
+    "offplan.planner": Allowed("errors units graph footprint eligibility transfers memory costs"),
     # make_plan calls the planner; check_plan, which proves what it made, must not (tested below).
     "offplan.plan": Allowed(
-        "errors units files gpus graph footprint eligibility memory costs planner"
+        "errors units files gpus graph footprint eligibility transfers memory costs planner"
     ),
     "offplan.gate": Allowed("errors units files graph eligibility plan"),
     "offplan.measured": Allowed("errors units files graph eligibility plan"),
@@ -83,7 +84,8 @@ TABLE = {
     # From a plan to a run on a GPU.
     "offplan.replay": Allowed("replay.*", torch=True),
     "offplan.replay.*": Allowed(
-        "errors units files graph footprint eligibility memory costs planner plan measured target "
+        "errors units files graph footprint eligibility transfers memory costs planner plan "
+        "measured target "
         "trace trace.* replay replay.*",
         torch=True,
     ),

@@ -28,7 +28,7 @@ from offplan.plan import (
     make_plan,
     write_plan,
 )
-from offplan.planner import Transfer
+from offplan.transfers import Transfer
 
 replace = msgspec.structs.replace
 SHAPE = (2048, 1024)

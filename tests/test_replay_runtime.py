@@ -23,7 +23,6 @@ from offplan import planner
 from offplan.errors import PlanError, TargetError
 from offplan.graph import digest
 from offplan.plan import Plan, make_plan
-from offplan.planner import Transfer
 from offplan.replay.compiled import Replay, build_real, loss_of
 from offplan.replay.host import HostMemoryError, HostPool, Pageable, Registered, Slab, layout
 from offplan.replay.live import LiveBytes
@@ -31,6 +30,7 @@ from offplan.replay.runtime import CpuLink, ReplayError, Runtime, Slot
 from offplan.target import Target
 from offplan.trace._torch import reset_dynamo
 from offplan.trace.capture import TraceOptions, trace
+from offplan.transfers import Transfer
 
 WORKING = Path(__file__).parent / "targets" / "working.py"
 SAMPLES = Path("sample_graphs")

@@ -34,7 +34,6 @@ from torch import fx
 from offplan.errors import DeviceError, PlanError, TargetError
 from offplan.graph import GraphFacts, StorageId, TargetRef
 from offplan.plan import Entry, Plan, analyze_command, check_plan
-from offplan.planner import Transfer
 from offplan.replay.host import Layout, Pageable, Registered, layout
 from offplan.replay.packing import window
 from offplan.replay.rewrite import Undo, insert_transfers
@@ -73,6 +72,7 @@ from offplan.trace.backend import (
 )
 from offplan.trace.build import Placer
 from offplan.trace.facts import RegionTemplate
+from offplan.transfers import Transfer
 
 
 def build_real(spec: str, params: Mapping[str, str], device: str | torch.device) -> Target:

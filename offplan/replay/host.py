@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 
 from offplan.errors import OffplanError
-from offplan.planner import Transfer
+from offplan.transfers import Transfer
 from offplan.units import format_binary
 
 SLOT_ALIGNMENT_BYTES = 512

@@ -33,11 +33,11 @@ from torch import fx
 from offplan.errors import PlanError
 from offplan.footprint import Footprint, footprint
 from offplan.graph import Op, StorageId, ValueId
-from offplan.planner import Transfer
 from offplan.replay.host import Layout
 from offplan.replay.packing import piece_bytes, pieces
 from offplan.replay.runtime import Runtime, Slot, TransferOps
 from offplan.trace.facts import LocalGraph, RegionTemplate
+from offplan.transfers import Transfer
 
 aten = torch.ops.aten
 

@@ -1,0 +1,43 @@
+"""What is moved: a storage that may leave the device, and its way to the host and back.
+
+Indexes are positions of ops on the timeline (``graph.timeline``); an index one past the last op of
+a backward stands for its return.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from offplan.footprint import Footprint
+from offplan.graph import StorageId
+
+
+class Move(NamedTuple):
+    """A storage that may leave the device, saved by ``region``."""
+
+    region: int
+    storage: StorageId
+    size_bytes: int
+    footprint: Footprint
+
+
+class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One storage's way to the host and back.
+
+    Bytes ``start`` to ``stop`` of the storage are what the device holds after the reload.
+    ``transfer_bytes`` cross the link each way: that range, or only the touched bytes of it if
+    ``packed``.
+    """
+
+    region: int
+    storage: StorageId
+    start: int
+    stop: int
+    transfer_bytes: int
+    offload_after: int
+    release_by: int
+    reload_at: int | None
+    needed_by: int | None
+    packed: bool = False
