@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from offplan.allocator import charged_bytes
 from offplan.footprint import Footprint
 from offplan.graph import StorageId
 
@@ -21,6 +22,16 @@ class Move(NamedTuple):
     storage: StorageId
     size_bytes: int
     footprint: Footprint
+
+
+# The address of a reloaded range is a multiple of this, as a block's is: views keep their
+# alignment, by which kernels choose.
+DEVICE_ALIGNMENT_BYTES = 512
+
+
+def reloaded_bytes(start: int, stop: int) -> int:
+    """What the device allocates for bytes ``start`` to ``stop`` of a storage that comes back."""
+    return charged_bytes(stop - start // DEVICE_ALIGNMENT_BYTES * DEVICE_ALIGNMENT_BYTES)
 
 
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -67,6 +68,8 @@ class RegionBuilder:
     reads: list[tuple[int, ...]] | None = None
     # Saved positions that the backward returns as gradients.
     returned: tuple[int, ...] = ()
+    # What each backward op makes, and nobody reads.
+    gradient_shape: tuple[int, ...] = (4,)
 
     def input(
         self,
@@ -300,7 +303,7 @@ class FactsBuilder:
                 name=f"grad_{self.next_name()}",
                 target="aten.mul.Tensor",
                 inputs=(tangent, *(placeholders[position] for position in read)),
-                outputs=(self.tensor((4,)),),
+                outputs=(self.tensor(region.gradient_shape),),
             )
             for read in reads
         ]
@@ -438,3 +441,98 @@ def _draw_odd(
     )
     region.call("aten.odd.default", [base], value)
     return value
+
+
+# --- steps to plan --------------------------------------------------------------------------------
+
+# Bytes that are no multiple of an allocator block, and one that is.
+UNIT_BYTES = (1000, 1024, 3 * 1024 + 7)
+SavedAs = Literal["whole", "part", "stepped", "twice", "not"]
+
+
+class DrawnOp(NamedTuple):
+    """An op that makes ``units`` of memory; how its output is saved, and who reads it."""
+
+    units: int
+    saved_as: SavedAs
+    reads_last: bool
+
+
+class DrawnRegion(NamedTuple):
+    """Several regions can be built from one of these: they are twins."""
+
+    ops: tuple[DrawnOp, ...]
+    # Saved positions read by each op of the backward.
+    reads: tuple[tuple[int, ...], ...]
+    returned: tuple[int, ...]
+    gradient_units: int
+
+
+@st.composite
+def drawn_regions(draw: st.DrawFn, most_ops: int) -> DrawnRegion:
+    ways: tuple[SavedAs, ...] = ("whole", "whole", "whole", "part", "stepped", "twice", "not")
+    ops = draw(
+        st.lists(
+            st.builds(DrawnOp, st.integers(1, 64), st.sampled_from(ways), st.booleans()),
+            min_size=1,
+            max_size=most_ops,
+        )
+    )
+    count = sum({"not": 0, "twice": 2}.get(op.saved_as, 1) for op in ops)
+    order = list(reversed(range(count)))
+    if draw(st.booleans()):
+        order = draw(st.permutations(order))
+    # Some are read by nobody, some together, and some ops read nothing.
+    reads: list[tuple[int, ...]] = []
+    for position in order:
+        how = draw(st.sampled_from(("alone", "alone", "alone", "after", "with", "never")))
+        if how == "after":
+            reads.append(())
+        if how == "with" and reads:
+            reads[-1] = (*reads[-1], position)
+        elif how != "never":
+            reads.append((position,))
+    returned = draw(st.lists(st.sampled_from(order), max_size=1)) if order else []
+    return DrawnRegion(tuple(ops), tuple(reads), tuple(returned), draw(st.integers(0, 16)))
+
+
+def build_region(facts: FactsBuilder, drawn: DrawnRegion, given: ValueId | None) -> ValueId:
+    """Add a region to ``facts``; what it hands on."""
+    unit_bytes = UNIT_BYTES[sum(op.units for op in drawn.ops) % len(UNIT_BYTES)]
+    region = facts.region()
+    last = (
+        region.input("x", (unit_bytes,), "bool")
+        if given is None
+        else region.receive(given, "x", "handed")
+    )
+    for op in drawn.ops:
+        size = op.units * unit_bytes
+        made = region.op("aten.relu.default", [last] if op.reads_last else [], (size,), "bool")
+        if op.saved_as in ("whole", "twice"):
+            region.save(made)
+        if op.saved_as in ("part", "twice"):
+            region.save(region.view(made, (max(1, size // 3),), offset=size // 2))
+        if op.saved_as == "stepped":
+            region.save(region.view(made, (size // 8,), (8,)))
+        last = made
+    handed = region.op("aten.relu.default", [last], (unit_bytes,), "bool")
+    region.output(handed)
+    region.reads = list(drawn.reads)
+    region.returned = drawn.returned
+    region.gradient_shape = (drawn.gradient_units * unit_bytes // 4,)
+    return handed
+
+
+@st.composite
+def steps(draw: st.DrawFn, most_regions: int = 3, most_ops: int = 8) -> GraphFacts:
+    """A step of one or more regions, some of them twins, with most of its memory in saved values:
+    whole storages, parts of them, stepped ones that are packed, some that never come back."""
+    facts = FactsBuilder(
+        device=draw(st.sampled_from(("cuda", "cuda", "cuda", "cpu"))),
+        same_storages=draw(st.booleans()),
+    )
+    kinds = draw(st.lists(drawn_regions(most_ops), min_size=1, max_size=2))
+    handed = None
+    for _ in range(draw(st.integers(1, most_regions))):
+        handed = build_region(facts, draw(st.sampled_from(kinds)), handed)
+    return facts.build()

@@ -42,9 +42,7 @@ from offplan.footprint import Pattern
 from offplan.replay.host import HostPool, Lease, Pageable, Pinning
 from offplan.replay.packing import gather, scatter, window
 from offplan.trace._torch import storage_key
-
-# Kernels choose by the alignment of a pointer; blocks of the caching allocator have this one.
-DEVICE_ALIGNMENT_BYTES = 512
+from offplan.transfers import DEVICE_ALIGNMENT_BYTES
 
 # A copy that was issued: an event on the GPU; None on the CPU, where nothing is left to wait for.
 Copy = Any
