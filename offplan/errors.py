@@ -56,3 +56,13 @@ class OutputError(OffplanError):
 
 class PlanError(OffplanError):
     """A plan is not valid for the graphs it claims to be for."""
+
+
+class BudgetError(OffplanError):
+    """No plan stays within the budget: the answer is no.  ``floor_bytes`` is the least peak."""
+
+    exit_code = 3
+
+    def __init__(self, what: str, *, floor_bytes: int = 0, where: str = "", fix: str = "") -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.floor_bytes = floor_bytes
