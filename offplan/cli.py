@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,20 +21,26 @@ import typer
 
 import offplan
 from offplan import gate as gates
+from offplan.budget import Aim, Budget, CurvePoint, Outlooks, parse_budget
+from offplan.costs import PROFILE_FILE, DeviceProfile, find_profile, save_profile
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES, RuleSet
 from offplan.errors import OffplanError, UsageError
 from offplan.files import GRAPH_FILE, PLAN_FILE, check_writable, write_atomically
 from offplan.graph import GraphFacts, Partitioner, TargetRef, load_graph, save_graph
 from offplan.measured import MEASURED_FILE, write_measurement
-from offplan.plan import Plan, load_plan, make_plan, write_plan
+from offplan.memory import Conditions
+from offplan.plan import Draft, Plan, load_plan, write_plan
 from offplan.progress import Progress
 from offplan.report import Timing, analyze_report, render_analyze, render_gate
+from offplan.report.device import render_device
 from offplan.report.run import render_run, run_report
 from offplan.units import format_binary, parse_size
 
 DEFAULT_PLAN = Path("offplan.plan.yaml")
 DEFAULT_MIN_SIZE = format_binary(DEFAULT_MIN_BYTES)
 GRAPH_SUFFIX = ".graph.json"
+# Points of the budget curve: with --budgets, and where no budget is given.
+MANY_BUDGETS, FEW_BUDGETS = 17, 6
 
 app = typer.Typer(
     name="offplan",
@@ -113,6 +119,28 @@ Rules = Annotated[
 MinSize = Annotated[
     str, typer.Option(metavar="SIZE", help="Storages under this size stay on the device.")
 ]
+BudgetText = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE|N%|auto|floor|0",
+        help="The peak to stay within; 0 moves everything movable; without one nothing moves.",
+    ),
+]
+ProfileText = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        metavar="FILE|NAME",
+        help="Rates of the GPU and its link: a file by offplan device, or a GPU's name.",
+    ),
+]
+OpTimes = Annotated[
+    Literal["roofline", "measured"],
+    typer.Option(help="Op times from the profile, or measured on the GPU (cached by shape)."),
+]
+HostBudget = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Most host memory that may be taken.")
+]
 ShowTraceback = Annotated[
     bool, typer.Option("--traceback", help="Print a Python traceback with an error.")
 ]
@@ -164,10 +192,23 @@ def analyze(
     partitioner: PartitionerName = "min-cut",
     rules: Rules = None,
     min_size: MinSize = DEFAULT_MIN_SIZE,
-    budget: Annotated[
-        str | None,
-        typer.Option(help="0 plans to move everything movable; without it nothing is moved."),
-    ] = None,
+    budget: BudgetText = None,
+    budgets: Annotated[
+        bool, typer.Option("--budgets", help="Show what every budget would cost.")
+    ] = False,
+    profile: ProfileText = None,
+    op_times: OpTimes = "roofline",
+    host_budget: HostBudget = None,
+    optimizer: Annotated[
+        Literal["none", "sgd", "adamw", "adafactor"],
+        typer.Option(help="Count the state of this optimizer."),
+    ] = "none",
+    accumulate: Annotated[
+        bool, typer.Option("--accumulate", help="Gradients of an earlier micro-step are there.")
+    ] = False,
+    expandable_segments: Annotated[
+        bool, typer.Option(help="Predict reserved bytes for expandable_segments:True.")
+    ] = False,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="Where to write the plan.")
     ] = DEFAULT_PLAN,
@@ -182,7 +223,13 @@ def analyze(
     traceback_: ShowTraceback = False,
 ) -> None:
     """Trace TARGET, report what it saves and what may leave the device, write the plan."""
-    min_bytes, budget_bytes = parse_size(min_size), _parse_budget(budget)
+    aim = Aim(
+        budget=_parse_budget(budget),
+        host_bytes=None if host_budget is None else parse_size(host_budget),
+        conditions=Conditions(optimizer, accumulate, expandable_segments),
+        profile=_profile(profile),
+    )
+    min_bytes = parse_size(min_size)
     request = _Request(target, param or [], device, gpu, attention, partitioner)
     # A trace can take a minute: what would fail at its end is refused at its beginning.
     if str(output) == "-":
@@ -191,13 +238,14 @@ def analyze(
     if graph is not None:
         _check_graph_name(graph)
         check_writable(graph, GRAPH_FILE)
-    facts, seconds, analysis_s, plan = _analyzed(
-        request, rules or DEFAULT_RULES, min_bytes, budget_bytes
+    points = MANY_BUDGETS if budgets else FEW_BUDGETS if aim.budget is None else 0
+    found = _analyzed(
+        request, rules or DEFAULT_RULES, min_bytes, aim, points, measured=op_times == "measured"
     )
     if graph is not None:
-        write_atomically(graph, save_graph(facts), GRAPH_FILE)
-    write_plan(output, plan)
-    report = analyze_report(plan, _timing(seconds, analysis_s), top)
+        write_atomically(graph, save_graph(found.facts), GRAPH_FILE)
+    write_plan(output, found.plan)
+    report = analyze_report(found.plan, found.timing, top, found.curve)
     typer.echo(render_analyze(report, format, _width()), nl=False)
     for path in (graph, output):
         if path is not None:
@@ -269,10 +317,9 @@ def run(
         typer.Argument(metavar="[PLAN or TARGET]", help="A plan file, or a target to plan for."),
     ] = str(DEFAULT_PLAN),
     param: Params = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(help="0 plans again, to move everything movable; else the plan's own."),
-    ] = None,
+    budget: BudgetText = None,
+    profile: ProfileText = None,
+    op_times: OpTimes = "roofline",
     device: Annotated[
         Literal["cuda", "cpu"] | None,
         typer.Option(help="Where to replay; the plan's device if not given, cuda for a target."),
@@ -290,9 +337,7 @@ def run(
         bool,
         typer.Option("--verify/--no-verify", help="Compare losses and gradients, bit for bit."),
     ] = True,
-    host_budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most host memory that may be taken.")
-    ] = None,
+    host_budget: HostBudget = None,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Also write the measurement (JSON)."),
@@ -309,8 +354,17 @@ def run(
     from offplan.replay.measure import RunOptions, Wanted, measure, plans_to_replay
 
     compared = tuple(gates.parse_rules(name) for name in compare.split(",")) if compare else ()
-    wanted = Wanted(device, _parse_budget(budget), rules, compared, verify)
     host_bytes = None if host_budget is None else parse_size(host_budget)
+    wanted = Wanted(
+        device=device,
+        budget=_parse_budget(budget),
+        rules=rules,
+        compare=compared,
+        verify=verify,
+        profile=_profile(profile),
+        host_budget_bytes=host_bytes,
+        measured_op_times=op_times == "measured",
+    )
     options = RunOptions(steps, repeat, verify, host_bytes)
     if output is not None:
         check_writable(output, MEASURED_FILE)
@@ -326,6 +380,53 @@ def run(
         raise typer.Exit(3)
 
 
+@app.command()
+@_reports_errors
+def device(
+    show: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PROFILE]", help="Show a profile instead: a file, or a GPU's name (h100)."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Also write the profile (YAML)."),
+    ] = None,
+    max_pin: Annotated[
+        str, typer.Option(metavar="SIZE", help="Most host memory that is pinned, as a trial.")
+    ] = "16GiB",
+    format: Annotated[
+        Literal["text", "json", "markdown"], typer.Option(help="How to print the profile.")
+    ] = "text",
+    traceback_: ShowTraceback = False,
+) -> None:
+    """Measure the GPU here: its link, pinning, compute, and whether copies and compute overlap.
+
+    The profile is what plans for this GPU are made with: --profile FILE.  Exit code 3 if copies and
+    compute do not keep their order.
+    """
+    max_pin_bytes = parse_size(max_pin)
+    if max_pin_bytes == 0:
+        raise UsageError(f"--max-pin {max_pin}: pinning nothing measures nothing")
+    if output is not None:
+        check_writable(output, PROFILE_FILE)
+    if show is not None:
+        found = find_profile(show)
+    else:
+        from offplan.replay.probe import measure_device
+
+        with Progress() as progress:
+            found = measure_device(progress.phase, max_pin_bytes=max_pin_bytes)
+    if output is not None:
+        save_profile(output, found)
+    typer.echo(render_device(found, format, _width()), nl=False)
+    if output is not None:
+        typer.echo(f"wrote {output}", err=True)
+    if found.ordering_ok is False:
+        raise typer.Exit(3)
+
+
 # --- from a request to a plan ---------------------------------------------------------------------
 
 
@@ -333,8 +434,7 @@ def _plan_of(request: _Request, rules: RuleSet, min_bytes: int) -> Plan:
     if Path(request.target).suffix in (".yaml", ".yml"):
         _refuse_params(request, "a plan file")
         return load_plan(Path(request.target))
-    _, _, _, plan = _analyzed(request, rules, min_bytes, None)
-    return plan
+    return _analyzed(request, rules, min_bytes, Aim()).plan
 
 
 def _source_of(target: str, params: list[str]) -> Plan | TargetRef:
@@ -351,15 +451,50 @@ def _source_of(target: str, params: list[str]) -> Plan | TargetRef:
     return TargetRef(target, _parse_params(params))
 
 
+@dataclass(frozen=True)
+class _Analysis:
+    facts: GraphFacts
+    plan: Plan
+    timing: Timing | None
+    curve: tuple[CurvePoint, ...]
+
+
 def _analyzed(
-    request: _Request, rules: RuleSet, min_bytes: int, budget: int | None
-) -> tuple[GraphFacts, dict[str, float], float, Plan]:
+    request: _Request,
+    rules: RuleSet,
+    min_bytes: int,
+    aim: Aim,
+    points: int = 0,
+    *,
+    measured: bool = False,
+) -> _Analysis:
+    """The plan, and ``points`` budgets of the curve; with op times ``measured`` on the device."""
     with Progress() as progress:
         facts, seconds = _facts_of(request, progress)
+        if measured:
+            aim = replace(aim, op_ms=_measured_times(request, facts, progress))
         progress.phase("analysis")
         start = time.perf_counter()
-        plan = make_plan(facts, rules=rules, min_bytes=min_bytes, budget=budget)
-        return facts, seconds, time.perf_counter() - start, plan
+        draft = Draft(facts, rules, min_bytes)
+        outlooks = Outlooks(facts, draft.moves, aim)
+        plan = draft.plan(outlooks.outlook(), aim.budget)
+        timing = _timing(seconds, time.perf_counter() - start)
+        curve = outlooks.curve(points) if points else ()
+        return _Analysis(facts, plan, timing, curve)
+
+
+def _measured_times(request: _Request, facts: GraphFacts, progress: Progress) -> dict[str, float]:
+    if request.target.endswith(GRAPH_SUFFIX):
+        raise UsageError(
+            f"--op-times measured: {request.target} is a saved graph, and its ops cannot be run",
+            fix="name the target",
+        )
+    from offplan.replay.measure import op_times
+
+    found, note = op_times(facts, on_phase=progress.phase)
+    if note:
+        typer.echo(f"note: {note}", err=True)
+    return found
 
 
 def _facts_of(request: _Request, progress: Progress) -> tuple[GraphFacts, dict[str, float]]:
@@ -424,15 +559,12 @@ def _parse_params(texts: list[str]) -> dict[str, str]:
     return params
 
 
-def _parse_budget(text: str | None) -> int | None:
-    if text is None or text == "none":
-        return None
-    if text != "auto" and parse_size(text) == 0:
-        return 0
-    raise UsageError(
-        f"--budget {text}: only 0 (move everything movable) is known yet",
-        fix="leave it out to move nothing; budgets in bytes of peak come with a later version",
-    )
+def _parse_budget(text: str | None) -> Budget | None:
+    return None if text is None else parse_budget(text)
+
+
+def _profile(text: str | None) -> DeviceProfile | None:
+    return None if text is None else find_profile(text)
 
 
 def _width() -> int:

@@ -32,7 +32,7 @@ from offplan.files import FileKind, write_atomically
 from offplan.graph import TargetRef
 from offplan.plan import Plan
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MEASURED_FILE = FileKind("an offplan measurement", b'{\n  "measured": {\n    "spec": ')
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -77,6 +77,15 @@ class Planned(_Record, frozen=True):
     to_device_bytes: Count
     to_host_count: Count
     to_device_count: Count
+
+
+class Expected(_Record, frozen=True, kw_only=True):
+    """What was predicted of an arm; ``step_ms`` is None without a profile of the GPU."""
+
+    peak_allocated_bytes: Count
+    peak_reserved_bytes: Count
+    forward_end_bytes: Count
+    step_ms: float | None = None
 
 
 class Step(_Record, frozen=True, kw_only=True):
@@ -137,6 +146,7 @@ class OutOfMemory(_Record, frozen=True, kw_only=True):
 
 class Arm(_Record, frozen=True, kw_only=True):
     """One arm.  ``rules`` and ``planned`` are of the plan that it replayed, None without one.
+    ``expected`` is what was predicted, without a plan too.
 
     ``build_s`` is what building the model took; the warm-up compiles it.
     """
@@ -144,6 +154,7 @@ class Arm(_Record, frozen=True, kw_only=True):
     role: Role
     rules: RuleSet | None = None
     planned: Planned | None = None
+    expected: Expected | None = None
     outcome: Outcome
     out_of_memory: OutOfMemory | None = None
     build_s: float
@@ -270,6 +281,7 @@ class Measurement(_Record, frozen=True, kw_only=True):
     rules: RuleSet
     min_bytes: Count
     budget: Count | None
+    asked: str = ""
     movable_bytes: Count
     arms: tuple[Arm, ...]
     verification: Verification | None = None
@@ -277,9 +289,16 @@ class Measurement(_Record, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """Every check passed, and the arms with a plan completed."""
+        """Every check passed, the arms with a plan completed, and they kept to the budget."""
         verified = self.verification is None or self.verification.ok
-        return verified and all(arm.completed for arm in self.arms if arm.role == "plan")
+        completed = all(arm.completed for arm in self.arms if arm.role == "plan")
+        return verified and completed and not self.over_budget_bytes
+
+    @property
+    def over_budget_bytes(self) -> int:
+        """By how much the largest peak with a plan exceeds the budget; 0 if it does not."""
+        peaks = [arm.peak_allocated_bytes for arm in self.arms if arm.role == "plan" and arm.steps]
+        return max(0, max(peaks, default=0) - self.budget) if self.budget else 0
 
     @property
     def no_plan(self) -> Arm:
@@ -300,6 +319,17 @@ def planned(plan: Plan) -> Planned:
         to_device_bytes=sum(transfer.transfer_bytes for transfer in returning),
         to_host_count=len(plan.transfers),
         to_device_count=len(returning),
+    )
+
+
+def expected(plan: Plan) -> Expected:
+    """What ``plan`` predicts of a step."""
+    found, time = plan.predicted.plan, plan.predicted.time
+    return Expected(
+        peak_allocated_bytes=found.peak_bytes,
+        peak_reserved_bytes=found.reserved_bytes,
+        forward_end_bytes=found.forward_end_bytes,
+        step_ms=None if time is None else time.step_ms,
     )
 
 

@@ -12,7 +12,9 @@
     ``movable_bytes`` of those that are movable; ``moved_bytes`` of those that are moved;
     ``staying_bytes`` are saved less movable: no budget moves them.
 5.  Indexes in transfers are positions on the timeline, as ``planner`` defines them.
-6.  ``check_plan`` proves a plan against the facts by walking the timeline.  It shares no code with
+6.  ``budget`` is the peak that was asked for in bytes, 0 if everything moves, and None if nothing
+    does; ``asked`` is how it was asked for, where that is not the number (``80%``, ``auto``).
+7.  ``check_plan`` proves a plan against the facts by walking the timeline.  It shares no code with
     the planner, nor with the rules.
 
 The same facts and choices give the same bytes.
@@ -22,22 +24,25 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from offplan import eligibility, planner
+from offplan import eligibility
+from offplan.budget import Aim, Budget, Outlook, Outlooks, Predicted, of_bytes
 from offplan.eligibility import Case, Index, LedgerRow, Outcome, RegionIndex, RuleSet
-from offplan.errors import FileFormatError, OutputError, PlanError
+from offplan.errors import FileFormatError, OutputError, PlanError, UsageError
 from offplan.files import PLAN_FILE, YamlError, dump_yaml, parse_yaml, read_text, write_atomically
 from offplan.footprint import Footprint, footprint
-from offplan.gpus import DEFAULT_GPU, gpu_key
+from offplan.gpus import DEFAULT_GPU, find_gpu, gpu_key
 from offplan.graph import GraphBreak, GraphFacts, Op, StorageId, TargetRef, ValueId, digest
+from offplan.memory import predict
 from offplan.transfers import Move, Transfer
 from offplan.units import format_binary
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Action = Literal["moved", "kept", "skipped"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -105,7 +110,7 @@ class RegionSize(_Record, frozen=True):
     saved: Count
 
 
-class Plan(_Record, frozen=True):
+class Plan(_Record, frozen=True, kw_only=True):
     """See the module docstring; byte counts are definition 4."""
 
     schema_version: int
@@ -121,6 +126,8 @@ class Plan(_Record, frozen=True):
     rules: RuleSet
     min_bytes: Count
     budget: Count | None
+    asked: str = ""
+    predicted: Predicted
     saved_bytes: Count
     movable_bytes: Count
     moved_bytes: Count
@@ -146,45 +153,67 @@ def make_plan(
     *,
     rules: RuleSet = eligibility.DEFAULT_RULES,
     min_bytes: int = eligibility.DEFAULT_MIN_BYTES,
-    budget: int | None = None,
+    budget: int | Budget | None = None,
+    aim: Aim | None = None,
 ) -> Plan:
-    """The plan for ``facts``.  ``budget`` None moves nothing, 0 everything movable.
+    """The plan for ``facts``.  ``budget`` None moves nothing, 0 everything movable; otherwise it is
+    the most bytes of peak.  ``aim`` says what else to plan for; its own budget is not read.
 
-    Raises ``UsageError`` for any other budget.
+    Raises ``BudgetError`` if no plan is within the budget.
     """
-    index = eligibility.index(facts)
-    verdicts = {
-        name: eligibility.verdicts(index, name, min_bytes) for name in eligibility.RULE_SETS
-    }
-    entries = tuple(_entries(index, verdicts, rules))
-    transfers = planner.plan_transfers(facts, [*_moves(entries)], budget)
-    entries = _marked(entries, transfers)
-    saved_bytes = _total_bytes(entries, ("moved", "kept", "skipped"), facts.device)
-    movable_bytes = _total_bytes(entries, ("moved", "kept"), facts.device)
-    return Plan(
-        schema_version=SCHEMA_VERSION,
-        target=TargetRef(facts.target.spec, dict(sorted(facts.target.params.items()))),
-        torch=facts.torch,
-        compiler=facts.compiler,
-        partitioner=facts.partitioner,
-        device=facts.device,
-        gpu=facts.gpu,
-        attention=facts.attention,
-        digest=digest(facts),
-        regions=tuple(_region_sizes(facts)),
-        rules=rules,
-        min_bytes=min_bytes,
-        budget=budget,
-        saved_bytes=saved_bytes,
-        movable_bytes=movable_bytes,
-        moved_bytes=_total_bytes(entries, ("moved",), facts.device),
-        staying_bytes=saved_bytes - movable_bytes,
-        ledger=_ledgers(index, verdicts),
-        storages=entries,
-        transfers=transfers,
-        breaks=facts.breaks,
-        warnings=facts.warnings,
-    )
+    wanted = of_bytes(budget) if isinstance(budget, int) else budget
+    draft = Draft(facts, rules, min_bytes)
+    outlook = Outlooks(facts, draft.moves, replace(aim or Aim(), budget=wanted)).outlook()
+    return draft.plan(outlook, wanted)
+
+
+class Draft:
+    """What a plan of ``facts`` says whatever its budget; ``moves`` may leave the device."""
+
+    def __init__(self, facts: GraphFacts, rules: RuleSet, min_bytes: int) -> None:
+        self.facts = facts
+        self.rules: RuleSet = rules
+        self.min_bytes = min_bytes
+        index = eligibility.index(facts)
+        verdicts = {
+            name: eligibility.verdicts(index, name, min_bytes) for name in eligibility.RULE_SETS
+        }
+        self.ledger = _ledgers(index, verdicts)
+        self.entries = tuple(_entries(index, verdicts, rules))
+        self.moves = tuple(_moves(self.entries))
+
+    def plan(self, outlook: Outlook, budget: Budget | None) -> Plan:
+        """The plan with the transfers of ``outlook``, which was made for ``budget``."""
+        facts, transfers = self.facts, outlook.transfers
+        entries = _marked(self.entries, transfers)
+        saved_bytes = _total_bytes(entries, ("moved", "kept", "skipped"), facts.device)
+        movable_bytes = _total_bytes(entries, ("moved", "kept"), facts.device)
+        return Plan(
+            schema_version=SCHEMA_VERSION,
+            target=TargetRef(facts.target.spec, dict(sorted(facts.target.params.items()))),
+            torch=facts.torch,
+            compiler=facts.compiler,
+            partitioner=facts.partitioner,
+            device=facts.device,
+            gpu=facts.gpu,
+            attention=facts.attention,
+            digest=digest(facts),
+            regions=tuple(_region_sizes(facts)),
+            rules=self.rules,
+            min_bytes=self.min_bytes,
+            budget=outlook.budget_bytes,
+            asked="" if budget is None or budget.kind == "everything" else budget.text,
+            predicted=outlook.predicted,
+            saved_bytes=saved_bytes,
+            movable_bytes=movable_bytes,
+            moved_bytes=_total_bytes(entries, ("moved",), facts.device),
+            staying_bytes=saved_bytes - movable_bytes,
+            ledger=self.ledger,
+            storages=entries,
+            transfers=transfers,
+            breaks=facts.breaks,
+            warnings=(*facts.warnings, *outlook.warnings),
+        )
 
 
 def _ledgers(index: Index, verdicts: _Verdicts) -> dict[RuleSet, tuple[LedgerRow, ...]]:
@@ -399,8 +428,29 @@ def analyze_command(plan: Plan) -> str:
     if plan.min_bytes != eligibility.DEFAULT_MIN_BYTES:
         words += ["--min-size", format_binary(plan.min_bytes)]
     if plan.budget is not None:
-        words += ["--budget", str(plan.budget)]
+        words += ["--budget", plan.asked or str(plan.budget)]
+    if plan.predicted.profile not in ("", _own_profile(plan.gpu)):
+        words += ["--profile", plan.predicted.profile]
+    if plan.predicted.op_times != "roofline":
+        words += ["--op-times", plan.predicted.op_times]
+    conditions, host_budget = plan.predicted.conditions, plan.predicted.host_budget
+    if conditions.optimizer != "none":
+        words += ["--optimizer", conditions.optimizer]
+    if conditions.accumulate:
+        words += ["--accumulate"]
+    if conditions.expandable_segments:
+        words += ["--expandable-segments"]
+    if host_budget is not None:
+        words += ["--host-budget", str(host_budget)]
     return shlex.join(words)
+
+
+def _own_profile(gpu: str) -> str:
+    """The profile that is used for ``gpu`` if none is named: its own, which has its short name."""
+    try:
+        return gpu_key(find_gpu(gpu).name) or ""
+    except UsageError:
+        return ""
 
 
 def _printable(text: str) -> str:
@@ -482,6 +532,25 @@ def check_plan(facts: GraphFacts, plan: Plan) -> None:
     _check_entries(facts, plan)
     _check_transfers(facts, plan)
     _Walk(facts, plan).check()
+    _check_peak(facts, plan)
+
+
+def _check_peak(facts: GraphFacts, plan: Plan) -> None:
+    """The transfers keep the peak that the plan predicts, and that within the budget."""
+    # As on the GPU that the plan is for: its libraries' workspaces are part of the peak.
+    as_planned = msgspec.structs.replace(facts, gpu=plan.gpu)
+    found = predict(as_planned, plan.transfers, plan.predicted.conditions).peak_bytes
+    if found != plan.predicted.plan.peak_bytes:
+        raise PlanError(
+            f"the plan predicts a peak of {plan.predicted.plan.peak_bytes} bytes; its transfers "
+            f"make one of {found}",
+            fix=f"make it again with: {analyze_command(plan)}",
+        )
+    if plan.budget and found > plan.budget:
+        raise PlanError(
+            f"the plan's peak of {found} bytes is over its budget of {plan.budget}",
+            fix=f"make it again with: {analyze_command(plan)}",
+        )
 
 
 def _what_changed(facts: GraphFacts, plan: Plan) -> str:

@@ -37,7 +37,7 @@ TABLE = {
     "offplan": Allowed(later="target"),
     "offplan.__main__": Allowed("cli"),
     "offplan.cli": Allowed(
-        "errors units files gpus graph eligibility memory costs planner plan gate measured "
+        "errors units files gpus graph eligibility memory costs budget plan gate measured "
         "progress report report.*",
         later="target trace trace.* replay replay.*",
     ),
@@ -50,21 +50,28 @@ TABLE = {
     "offplan.graph": Allowed("errors files"),
     "offplan.footprint": Allowed("graph"),
     "offplan.eligibility": Allowed("errors units graph footprint"),
-    "offplan.transfers": Allowed("graph footprint"),
-    "offplan.memory": Allowed("errors graph footprint eligibility transfers"),
-    "offplan.costs": Allowed("errors units files graph"),
-    "offplan.planner": Allowed("errors units graph footprint eligibility transfers memory costs"),
+    "offplan.transfers": Allowed("allocator graph footprint"),
+    "offplan.allocator": Allowed(),
+    "offplan.workspaces": Allowed("gpus graph"),
+    "offplan.lifetimes": Allowed("graph footprint"),
+    "offplan.memory": Allowed("graph transfers allocator workspaces lifetimes"),
+    "offplan.roofline": Allowed("graph"),
+    "offplan.costs": Allowed("errors units files gpus graph roofline"),
+    "offplan.curve": Allowed(),
+    "offplan.schedule": Allowed("transfers"),
+    "offplan.planner": Allowed("errors units graph transfers allocator memory curve schedule"),
+    "offplan.budget": Allowed("errors units graph transfers memory costs schedule planner"),
     # make_plan calls the planner; check_plan, which proves what it made, must not (tested below).
     "offplan.plan": Allowed(
-        "errors units files gpus graph footprint eligibility transfers memory costs planner"
+        "errors units files gpus graph footprint eligibility transfers memory budget"
     ),
     "offplan.gate": Allowed("errors units files graph eligibility plan"),
     "offplan.measured": Allowed("errors units files graph eligibility plan"),
     "offplan.report": Allowed(
-        "errors units graph eligibility memory costs plan gate measured report.*",
+        "errors units graph eligibility memory costs budget plan gate measured report.*",
     ),
     "offplan.report.*": Allowed(
-        "errors units graph eligibility memory costs plan gate measured report report.*",
+        "errors units graph eligibility memory costs budget plan gate measured report report.*",
     ),
     # From a model to plain values.
     "offplan.target": Allowed("errors units", torch=True),
@@ -84,8 +91,8 @@ TABLE = {
     # From a plan to a run on a GPU.
     "offplan.replay": Allowed("replay.*", torch=True),
     "offplan.replay.*": Allowed(
-        "errors units files graph footprint eligibility transfers memory costs planner plan "
-        "measured target "
+        "errors units files gpus graph footprint eligibility transfers memory roofline costs "
+        "budget plan measured target "
         "trace trace.* replay replay.*",
         torch=True,
     ),
@@ -279,16 +286,54 @@ def reached_names(source: str, start: str) -> set[str]:
     return reached
 
 
-def planner_names(source: str) -> set[str]:
-    """What ``source`` has from the planner, records (whose names are capitalized) left out."""
-    names = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                full_name = f"{node.module}.{alias.name}"
-                if full_name.startswith("offplan.planner") and not alias.name[0].isupper():
-                    names.add(alias.asname or alias.name)
-    return names
+# What decides which storages move, and when.
+PLANNING = {f"offplan.{name}" for name in ("planner", "budget", "schedule", "curve")}
+
+
+def is_record(definition: ast.stmt) -> bool:
+    """Whether a class only holds values: a frozen dataclass, a Struct or a NamedTuple."""
+    if not isinstance(definition, ast.ClassDef):
+        return False
+    shapes = {ast.unparse(base) for base in (*definition.bases, *definition.decorator_list)}
+    return bool(shapes & {"dataclass(frozen=True)", "msgspec.Struct", "_Record", "NamedTuple"})
+
+
+def code_in(source: str) -> set[str]:
+    """Functions and classes of a module that are more than records."""
+    kinds = ast.FunctionDef | ast.ClassDef
+    found = (node for node in ast.parse(source).body if isinstance(node, kinds))
+    return {node.name for node in found if not is_record(node)}
+
+
+def imported_code(source: str) -> dict[str, set[str]]:
+    """The code that ``source`` imports by name from modules of the package: name to module."""
+    found: dict[str, set[str]] = {}
+    for each in imports_in(ast.parse(source)):
+        module = offplan_module(each)
+        if module is None:
+            continue
+        if each.name is None or module != each.module:
+            found.setdefault(each.name or "offplan", set()).add(module)
+        elif each.name in code_in(MODULES[module].read_text()):
+            found.setdefault(each.name, set()).add(module)
+    return found
+
+
+def reached_modules(source: str, start: str) -> set[str]:
+    """Modules whose code ``start`` can run: those that it names, and all that they import code of.
+
+    A renamed import would hide here, so that none is allowed (tested below).
+    """
+    names = reached_names(source, start)
+    code = imported_code(source).items()
+    waiting = [module for name, modules in code if name in names for module in modules]
+    reached: set[str] = set()
+    while waiting:
+        module = waiting.pop()
+        if module not in reached:
+            reached.add(module)
+            waiting += set().union(*imported_code(MODULES[module].read_text()).values())
+    return reached
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -322,8 +367,48 @@ def test_a_module_without_torch_reaches_torch_inside_functions_only() -> None:
 
 def test_check_plan_shares_no_code_with_the_planner() -> None:
     source = MODULES["offplan.plan"].read_text()
-    assert planner_names(source) & reached_names(source, "make_plan")  # so the search finds them
-    assert planner_names(source) & reached_names(source, "check_plan") == set()
+    # So the search finds them.
+    assert reached_modules(source, "make_plan") >= PLANNING
+    found = reached_modules(source, "check_plan")
+    assert found & PLANNING == set()
+    # It proves the peak, by counting bytes as a prediction does.
+    assert "offplan.memory" in found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from offplan.planner import plan_transfers\ndef f():\n    plan_transfers()",
+        "from offplan.budget import Outlooks\ndef g():\n    Outlooks()\ndef f():\n    g()",
+        "from offplan.budget import Outlooks\nclass G:\n    made = Outlooks\ndef f():\n    G()",
+        "from offplan import planner\ndef f():\n    planner.plan_transfers()",
+        "import offplan.curve\ndef f():\n    return offplan.curve.Curve",
+        "def f():\n    from offplan.schedule import step_time\n    step_time()",
+        # Through a module that plans.
+        "from offplan.plan import make_plan\ndef f():\n    make_plan()",
+    ],
+)
+def test_code_that_plans_is_noticed(source: str) -> None:
+    assert reached_modules(source, "f") & PLANNING
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from offplan.budget import Aim, Predicted\ndef f(a: Aim):\n    Predicted()",
+        "from offplan.budget import Outlooks\ndef g():\n    Outlooks()\ndef f():\n    pass",
+        "from offplan.memory import predict\ndef f():\n    predict()",
+    ],
+)
+def test_records_of_a_plan_and_predictions_are_not_planning(source: str) -> None:
+    assert reached_modules(source, "f") & PLANNING == set()
+
+
+def test_nothing_that_plans_is_imported_under_another_name() -> None:
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in PLANNING:
+                assert [alias.asname for alias in node.names if alias.asname] == [], module
 
 
 @pytest.mark.parametrize("module", ["offplan", "offplan.cli"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -11,11 +13,14 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from offplan.cli import app
-from offplan.plan import load_plan
+from offplan.costs import profile_for, profile_text
+from offplan.plan import Plan, load_plan
 
 ROOT = Path(__file__).parent.parent
 SAMPLE = ROOT / "sample_graphs" / "saved_view.py"
@@ -107,11 +112,276 @@ def test_budget_0_plans_transfers_and_no_budget_none(folder):
     assert len(floor.transfers) == 1
 
 
-@pytest.mark.parametrize("budget", ["80GiB", "auto", "1"])
-def test_other_budgets_say_that_they_come_later(folder, budget):
-    result = analyze("model.py", "--budget", budget)
-    assert result.exit_code == 2
-    assert "later version" in result.stderr
+# --- budgets --------------------------------------------------------------------------------------
+
+DEEP = """
+import torch
+
+def build(layers: int = 4, width: int = 256, rows: int = 8192):
+    blocks = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU(),
+                                  torch.nn.Linear(width, width)) for _ in range(layers)]
+    return torch.nn.Sequential(*blocks), (torch.randn(rows, width),)
+"""
+needs_cuda_build = pytest.mark.skipif(
+    torch.version.cuda is None, reason="traces for cuda: needs a CUDA build of torch"
+)
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda_build)]
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory) -> Path:
+    """Where the graphs of the chain are, traced once for each device."""
+    folder = tmp_path_factory.mktemp("graphs")
+    (folder / "deep.py").write_text(DEEP)
+    for device in ["cpu"] if torch.version.cuda is None else ["cpu", "cuda"]:
+        made = offplan(
+            *("analyze", str(folder / "deep.py"), "--device", device, "-o", str(folder / "p.yaml")),
+            *("--graph", str(folder / f"{device}.graph.json")),
+        )
+        assert made.exit_code == 0, made.stderr
+    return folder
+
+
+@pytest.fixture
+def deep(folder, graphs) -> Path:
+    """A chain of layers, whose activations of 8 MiB make most of its peak, and its graphs."""
+    for path in graphs.glob("*.graph.json"):
+        shutil.copy(path, folder)
+    (folder / "deep.py").write_text(DEEP)
+    return folder
+
+
+def planned(device: str, *arguments: str) -> tuple[Plan, Result]:
+    """The plan of the chain."""
+    found = offplan("analyze", f"{device}.graph.json", "-o", "deep.plan.yaml", *arguments)
+    assert found.exit_code == 0, found.stderr
+    return load_plan(Path("deep.plan.yaml")), found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_spelling_of_a_budget_is_met_and_less_peak_moves_more(deep, device):
+    none, _ = planned(device)
+    floor, _ = planned(device, "--budget", "floor")
+    everything, _ = planned(device, "--budget", "0")
+    peak, least = none.predicted.no_plan.peak_bytes, none.predicted.floor_bytes
+    middle = (peak + least) // 2
+    assert (none.budget, none.transfers, none.predicted.plan) == (None, (), none.predicted.no_plan)
+    assert (floor.budget, floor.asked, floor.predicted.plan.peak_bytes) == (least, "floor", least)
+    assert (everything.budget, everything.asked) == (0, "")
+    assert everything.moved_bytes == everything.movable_bytes >= floor.moved_bytes
+    for text, limit in (
+        (str(middle), middle),
+        (f"{middle / 1024:.6f}KiB", middle),
+        (f"{middle / 1000**2:.6f} MB", middle),
+        ("90%", int(0.9 * peak)),
+    ):
+        plan, found = planned(device, "--budget", text)
+        assert plan.asked == text
+        assert abs(plan.budget - limit) <= 1
+        assert plan.predicted.plan.peak_bytes <= plan.budget
+        assert 0 < plan.moved_bytes <= floor.moved_bytes
+        assert "under the budget" in " ".join(found.stdout.split()) or (
+            plan.predicted.plan.peak_bytes == plan.budget
+        )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("text", ["100%", "1TB"])
+def test_what_fits_already_moves_nothing_and_says_so(deep, device, text):
+    plan, found = planned(device, "--budget", text)
+    assert (plan.transfers, plan.moved_bytes) == ((), 0)
+    assert "it fits already: nothing moves" in found.stdout
+
+
+@needs_cuda_build
+def test_auto_is_the_gpus_memory_less_a_stated_margin(deep):
+    plan, found = planned("cuda", "--budget", "auto")
+    assert plan.asked == "auto"
+    assert plan.budget + plan.predicted.margin_bytes == profile_for("h200").memory_bytes
+    assert plan.predicted.plan.reserved_bytes <= plan.budget
+    assert "auto leaves" in found.stdout
+    smaller, _ = planned("cuda", "--profile", "t4", "--budget", "auto")
+    assert smaller.budget + smaller.predicted.margin_bytes == 16 * 1024**3
+
+
+def test_auto_for_the_cpu_asks_for_a_profile_or_a_size(deep):
+    found = offplan("analyze", "cpu.graph.json", "--budget", "auto")
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert "needs to know the device's memory" in found.stderr
+    assert "--profile" in found.stderr
+
+
+@pytest.mark.parametrize(
+    "text", ["", "much", "-1", "80 %%", "0%", "101%", "%", "80GiB/s", "Auto", "none of it", "1e3"]
+)
+def test_what_is_no_budget_is_refused_before_the_trace(deep, text, monkeypatch):
+    monkeypatch.setattr("offplan.trace.capture.trace", None)
+    found = analyze("deep.py", "--budget", text)
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert found.stderr.startswith(f"error: --budget {text}: ")
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("text", ["1KiB", "1%"])
+def test_an_infeasible_budget_exits_3_with_a_floor_that_then_works(deep, device, text):
+    arguments = ("analyze", f"{device}.graph.json", "--budget")
+    found = offplan(*arguments, text)
+    assert (found.exit_code, found.stdout) == (3, "")
+    assert not Path("offplan.plan.yaml").exists()
+    words = re.fullmatch(
+        r"error: no plan keeps the peak within (1KiB|1% \([\d.]+ MB\)): the floor is [\d.]+ MB, "
+        r"made of [\d.]+ [MkG]?B of .*\n  at: aten\.\S+, op \d+\n  try: --budget (\d+) .*\n",
+        found.stderr,
+    )
+    assert words, found.stderr
+    least = words[2]
+    again = offplan(*arguments, least)
+    assert again.exit_code == 0, again.stderr
+    assert load_plan(Path("offplan.plan.yaml")).predicted.plan.peak_bytes <= int(least)
+
+
+def test_host_memory_that_is_too_small_raises_the_floor_and_is_named(deep):
+    free, _ = planned("cpu", "--budget", "floor")
+    limit = ("--host-budget", "20MiB")
+    tight, found = planned("cpu", "--budget", "floor", *limit)
+    assert 0 < sum(transfer.transfer_bytes for transfer in tight.transfers) <= 20 * 1024**2
+    assert tight.predicted.floor_bytes > free.predicted.floor_bytes
+    assert "at most 20.97 MB of host memory" in found.stdout
+    refused = offplan(
+        "analyze", "cpu.graph.json", "--budget", str(free.predicted.floor_bytes), *limit
+    )
+    assert refused.exit_code == 3
+    assert "with 20.97 MB of host memory" in refused.stderr
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_curve_goes_from_no_plan_to_the_floor(deep, device):
+    plan, found = planned(device, "--budget", "90%", "--budgets", "--format", "json")
+    curve = json.loads(found.stdout)["curve"]
+    assert len(curve) == 17
+    assert [point["name"] for point in curve] == ["no plan", *[""] * 15, "floor"]
+    assert curve[0]["peak_bytes"] == plan.predicted.no_plan.peak_bytes
+    assert curve[-1]["peak_bytes"] == plan.predicted.floor_bytes
+    peaks = [point["peak_bytes"] for point in curve]
+    assert peaks == sorted(peaks, reverse=True)
+    moved = [point["moved_bytes"] for point in curve]
+    assert moved[0] == 0 < moved[-1]
+    times = [point["step_ms"] for point in curve]
+    if device == "cpu":
+        assert set(times) == {None}
+    else:
+        assert times == sorted(times)
+    _, found = planned(device, "--budget", "90%", "--budgets")
+    rows = found.stdout[found.stdout.index("What each budget would cost") :].splitlines()[2:]
+    assert len(rows) == 17
+    assert (" no plan " in rows[0], " floor " in rows[-1]) == (True, True)
+    assert (("█" in rows[0]), ("%" in rows[1])) == (device == "cuda", True)
+
+
+def test_without_a_budget_a_few_points_are_shown_and_with_one_none(deep):
+    _, found = planned("cpu")
+    rows = found.stdout[found.stdout.index("What each budget would cost") :].splitlines()[2:]
+    assert len(rows) == 6
+    _, found = planned("cpu", "--budget", "floor")
+    assert "What each budget" not in found.stdout
+
+
+@needs_cuda_build
+def test_a_profile_is_a_shipped_name_or_a_file(deep):
+    own, _ = planned("cuda", "--budget", "floor")
+    slow, found = planned("cuda", "--budget", "floor", "--profile", "t4")
+    assert (own.predicted.profile, slow.predicted.profile) == ("h200", "t4")
+    assert slow.predicted.time.step_us > own.predicted.time.step_us
+    # Another link or GPU changes no byte of the step without a plan.
+    assert slow.predicted.no_plan == own.predicted.no_plan
+    assert "  profile  t4\n" in found.stdout
+    mine = msgspec.structs.replace(profile_for("t4"), name="mine")
+    Path("mine.yaml").write_text(profile_text(mine))
+    from_file, _ = planned("cuda", "--budget", "floor", "--profile", "mine.yaml")
+    assert from_file.predicted.profile == "mine"
+    assert from_file.predicted.time == slow.predicted.time
+    assert from_file.transfers == slow.transfers
+
+
+@pytest.mark.parametrize(
+    ("text", "exit_code", "words"),
+    [
+        ("abacus", 2, "no profile is known for the GPU 'abacus'"),
+        ("missing.yaml", 1, "cannot read missing.yaml"),
+        ("deep.yaml", 1, "deep.yaml is not an offplan device profile"),
+        ("foreign.yml", 1, "foreign.yml is not an offplan device profile"),
+    ],
+)
+def test_what_is_no_profile_is_refused_before_the_trace(deep, text, exit_code, words, monkeypatch):
+    Path("deep.yaml").write_text(DEEP)
+    Path("foreign.yml").write_text("services: {web: {image: nginx}}\n")
+    monkeypatch.setattr("offplan.trace.capture.trace", None)
+    found = analyze("deep.py", "--profile", text)
+    assert (found.exit_code, found.stdout) == (exit_code, "")
+    assert words in found.stderr
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_optimizer_adds_its_state_and_accumulation_the_gradients(deep, device):
+    # Each of 8 matrices and biases is a whole number of blocks of 512 bytes.
+    parameters = 8 * (256 * 256 + 256) * 4
+    peaks = {}
+    for name, arguments in (
+        ("alone", ()),
+        ("sgd", ("--optimizer", "sgd")),
+        ("adamw", ("--optimizer", "adamw")),
+        ("accumulate", ("--accumulate",)),
+    ):
+        plan, _ = planned(device, *arguments)
+        peaks[name] = plan.predicted.no_plan.peak_bytes
+        assert plan.predicted.no_plan.parts["optimizer"] == {"sgd": 1, "adamw": 2}.get(name, 0) * (
+            parameters
+        )
+    assert peaks["adamw"] - peaks["alone"] == 2 * parameters
+    assert peaks["sgd"] - peaks["alone"] == parameters
+    # Gradients that are there from the start are no longer made: at most one set more.
+    assert 0 < peaks["accumulate"] - peaks["alone"] <= parameters
+
+
+@pytest.mark.parametrize("text", ["0", "floor", "90%"])
+def test_a_budget_of_a_saved_graph_gives_the_plan_of_its_target(deep, text):
+    arguments = ("--budget", text, "--optimizer", "adamw")
+    analyze("deep.py", *arguments, "-o", "a.plan.yaml", "--graph", "a.graph.json")
+    found = offplan("analyze", "a.graph.json", *arguments, "-o", "b.plan.yaml")
+    assert found.exit_code == 0, found.stderr
+    assert Path("a.plan.yaml").read_bytes() == Path("b.plan.yaml").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--device", "cpu", "--budget", "0"],
+        ["--device", "cpu", "--budget", "floor", "--accumulate"],
+        ["--device", "cpu", "--budget", "100.5 MB", "--optimizer", "adafactor"],
+        ["--device", "cpu", "--budget", "95%", "--profile", "t4"],
+        ["--device", "cpu", "-p", "layers=2", "--rules", "last-holder", "--host-budget", "2MiB"],
+        pytest.param(["--budget", "auto", "--expandable-segments"], marks=needs_cuda_build),
+        pytest.param(["--budget", "90%", "--profile", "h100"], marks=needs_cuda_build),
+        pytest.param(["--gpu", "a100", "--budget", "floor"], marks=needs_cuda_build),
+        pytest.param(["--gpu", "a100", "--profile", "h200"], marks=needs_cuda_build),
+        pytest.param(["--gpu", "a100", "--profile", "a100"], marks=needs_cuda_build),
+    ],
+    ids=" ".join,
+)
+def test_the_command_in_a_plan_makes_the_same_plan(deep, arguments):
+    made = offplan("analyze", "deep.py", *arguments, "--min-size", "1MiB", "-o", "a.plan.yaml")
+    assert made.exit_code == 0, made.stderr
+    first = Path("a.plan.yaml").read_text().split("\n", 1)[0]
+    command = first.partition("; make it again with: ")[2]
+    program, *again = shlex.split(command)
+    assert program == "offplan"
+    found = offplan(*again, "-o", "b.plan.yaml")
+    assert found.exit_code == 0, found.stderr
+    assert Path("a.plan.yaml").read_bytes() == Path("b.plan.yaml").read_bytes()
+
+
+# --- mistakes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from offplan.graph import TargetRef
 from offplan.measured import (
     SCHEMA_VERSION,
     Arm,
+    Expected,
     Machine,
     Measurement,
     OutOfMemory,
@@ -182,8 +183,9 @@ def test_a_measurement_is_read_as_it_was_written(tmp_path):
         (b"", "is not an offplan measurement"),
         (b"[]", "is not an offplan measurement"),
         (b'{"schema_version": 99}', "schema version 99"),
-        (b'{"schema_version": 1, "device": 3}', r"\$.device"),
-        (b'{"schema_version": 1}', "missing required field"),
+        (b'{"schema_version": 1, "device": "cpu"}', "schema version 1; this offplan reads 2"),
+        (b'{"schema_version": 2, "device": 3}', r"\$.device"),
+        (b'{"schema_version": 2}', "missing required field"),
         (b"\xff", "is not an offplan measurement"),
     ],
 )
@@ -326,22 +328,22 @@ REPORT = """\
 offplan run ok: model.py layers=8
   replayed on  cuda (NVIDIA H200), torch 2.14.1, aot_eager graphs op by op,
                min-cut partitioner, attention auto
-  plan         whole-storage, minimum 5MiB, budget 0
+  plan         whole-storage, minimum 5MiB, budget 0: everything movable moves
   arms         one process each; one warm-up step, then 3 steps
   note         planned again, for a reason
 
 Without the plan and with it
-                   no plan      plan      delta  predicted  error
-  peak allocated  47.90 GB  21.60 GB  -26.30 GB
-  peak reserved   49.00 GB  22.70 GB  -26.30 GB
-  end of forward  40.00 GB  13.70 GB  -26.30 GB
-  step            676.0 ms  994.0 ms  +318.0 ms
-  moved                0 B  26.30 GB  +26.30 GB   26.30 GB    0 B
+                   no plan      plan      delta   predicted   error
+  peak allocated  47.90 GB  21.60 GB  -26.30 GB    21.60 GB    none
+  peak reserved   49.00 GB  22.70 GB  -26.30 GB    22.80 GB  -0.44%
+  end of forward  40.00 GB  13.70 GB  -26.30 GB    13.69 GB  +0.07%
+  step            676.0 ms  994.0 ms  +318.0 ms  1,010.0 ms  -1.58%
+  moved                0 B  26.30 GB  +26.30 GB    26.30 GB    none
   no plan               steps of 675.0, 677.5, 676.0 ms
   plan (whole-storage)  steps of 994.0, 993.5, 1,001.0 ms; compute waited
                         300.2 ms a step for transfers; 26.30 GB of host memory
-  predicted             what the plan says it moves; peaks and times are not
-                        predicted yet
+  predicted             47.85 GB without a plan (measured: +0.10%), in 680.0 ms
+                        (measured: -0.6%)
 
 What the peak is made of
                  no plan  plan (whole-storage)
@@ -387,11 +389,110 @@ def parts(op: str, moved: int) -> Parts:
     )
 
 
+def predicted_arms() -> tuple[Arm, Arm]:
+    """The arms, with all that is predicted of them."""
+    without = no_plan(
+        parts=parts("aten.mm.default", 0),
+        expected=Expected(
+            peak_allocated_bytes=47_850_000_000,
+            peak_reserved_bytes=49_500_000_000,
+            forward_end_bytes=40_000_000_000,
+            step_ms=680.0,
+        ),
+    )
+    with_plan = plan(
+        parts=parts("aten._scaled_dot_product_cudnn_attention.default", MOVED),
+        expected=Expected(
+            peak_allocated_bytes=21_600_000_000,
+            peak_reserved_bytes=22_800_000_000,
+            forward_end_bytes=13_690_000_000,
+            step_ms=1010.0,
+        ),
+    )
+    return without, with_plan
+
+
 def test_the_report_is_this():
-    without = no_plan(parts=parts("aten.mm.default", 0))
-    with_plan = plan(parts=parts("aten._scaled_dot_product_cudnn_attention.default", MOVED))
-    found = verified(result(without), result(with_plan), notes=("planned again, for a reason",))
+    found = verified(*map(result, predicted_arms()), notes=("planned again, for a reason",))
     assert printed(found) == REPORT
+
+
+def test_without_a_profile_only_bytes_are_predicted():
+    arms = [
+        msgspec.structs.replace(arm, expected=msgspec.structs.replace(arm.expected, step_ms=None))
+        for arm in predicted_arms()
+    ]
+    text = printed(verified(*map(result, arms)))
+    assert "  step            676.0 ms  994.0 ms  +318.0 ms\n" in text
+    assert "  predicted             47.85 GB without a plan (measured: +0.10%)\n" in text
+
+
+def test_a_peak_that_is_measured_as_predicted_says_so_on_both_sides():
+    exact = no_plan().peak_allocated_bytes
+    without, with_plan = predicted_arms()
+    expected = msgspec.structs.replace(without.expected, peak_allocated_bytes=exact, step_ms=None)
+    arms = msgspec.structs.replace(without, expected=expected), with_plan
+    text = printed(verified(*map(result, arms)))
+    assert "  predicted             47.90 GB without a plan (as measured)\n" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("  peak allocated ")]
+    assert row.split()[-1] == "none"
+
+
+def test_what_was_predicted_of_an_arm_that_ran_out_of_memory_is_still_there():
+    without, with_plan = predicted_arms()
+    text = printed(verified(result(out_of_memory(without)), result(with_plan)))
+    assert "  predicted             47.85 GB without a plan, in 680.0 ms\n" in text
+
+
+@pytest.mark.parametrize(
+    ("budget", "asked", "words"),
+    [
+        (21_600_000_000, "80%", "budget 80%: 21.60 GB"),
+        (21_600_000_000, "floor", "budget floor: 21.60 GB"),
+        (21_600_000_000, "21.6 GB", "budget 21.60 GB"),
+        (21_600_000_000, "21.60GB", "budget 21.60 GB"),
+        (21_600_000_000, "", "budget 21.60 GB"),
+        (21_600_000_000, "21600000000", "budget 21.60 GB"),
+        (21 * 1024**3, "21GiB", "budget 21GiB: 22.55 GB"),
+    ],
+)
+def test_a_budget_that_is_kept_is_ok_and_named_as_it_was_asked_for(budget, asked, words):
+    found = verified(*map(result, predicted_arms()), budget=budget, asked=asked)
+    assert (found.ok, found.over_budget_bytes) == (True, 0)
+    text = printed(found)
+    assert text.startswith("offplan run ok")
+    assert f"minimum 5MiB, {words}\n" in text
+    assert "exceeded" not in text
+
+
+def test_a_byte_over_the_budget_is_not_ok_and_the_report_says_by_how_much():
+    peak = plan().peak_allocated_bytes
+    assert measurement(budget=peak).ok
+    assert not measurement(budget=peak - 1).ok
+    found = verified(*map(result, predicted_arms()), budget=21_000_000_000, asked="21GB")
+    assert found.verification is not None
+    assert found.verification.ok
+    assert (found.ok, found.over_budget_bytes) == (False, 600_000_000)
+    text = printed(found)
+    assert text.startswith("offplan run failed")
+    assert "  budget                exceeded: the measured peak is 600.00 MB over it\n" in text
+    document = json.loads(render_run(run_report(found), "json"))
+    assert (document["ok"], document["over_budget_bytes"]) == (False, 600_000_000)
+
+
+def test_the_budget_is_for_the_plans_and_not_for_the_arms_without_one():
+    # 47.90 GB without a plan, and again in the control.
+    arms = no_plan(), plan(), no_plan(role="control")
+    assert measurement(*arms, budget=22_000_000_000).ok
+    # Of several plans the highest peak counts.
+    older = plan(rules="no-view", steps=steps(1.0, 1.0, moved=MOVED - 2_000_000_000, count=58))
+    assert measurement(*arms, older, budget=22_000_000_000).over_budget_bytes == 1_600_000_000
+
+
+def test_budget_0_and_no_budget_have_no_limit():
+    for budget in (0, None):
+        assert measurement(budget=budget).over_budget_bytes == 0
+    assert not measurement(no_plan(), out_of_memory(plan()), budget=22_000_000_000).ok
 
 
 def test_json_has_every_sample_and_the_verdict():

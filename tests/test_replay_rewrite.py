@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -11,11 +11,10 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from offplan import planner
 from offplan.errors import PlanError
 from offplan.footprint import footprint
 from offplan.graph import StorageId, Value
-from offplan.plan import make_plan
+from offplan.plan import Plan, make_plan
 from offplan.replay import compiled
 from offplan.replay.compiled import Replay
 from offplan.replay.host import Layout
@@ -84,9 +83,42 @@ def target(body: Callable[..., Any]) -> Target:
     return Target(Model(body), (torch.randn(64, 32),))
 
 
-@pytest.fixture(autouse=True)
-def tight(monkeypatch):
-    monkeypatch.setattr(planner, "IN_FLIGHT_BYTES", 20_000)
+class Windows(NamedTuple):
+    """How many transfers of a plan wait, and for what; a window that is never drawn tests nothing.
+
+    ``held_on``: released later than they are offloaded; ``let_go``: before the forward's end.
+    ``fetched``: reloaded earlier than they are needed; ``put_off``: after the backward's start.
+    ``leaving`` and ``coming``: the most that are on their way at once.
+    """
+
+    held_on: int
+    let_go: int
+    fetched: int
+    put_off: int
+    leaving: int
+    coming: int
+
+
+def windows(plan: Plan) -> Windows:
+    out = [(t.offload_after, t.release_by) for t in plan.transfers]
+    back = [
+        (t.reload_at, t.needed_by)
+        for t in plan.transfers
+        if t.reload_at is not None and t.needed_by is not None
+    ]
+    forward_end = sum(region.forward_ops for region in plan.regions)
+    return Windows(
+        held_on=sum(release > offload for offload, release in out),
+        let_go=sum(release < forward_end - 1 for _, release in out),
+        fetched=sum(reload < need for reload, need in back),
+        put_off=sum(reload > forward_end for reload, _ in back),
+        leaving=_most_at_once(out),
+        coming=_most_at_once(back),
+    )
+
+
+def _most_at_once(spans: list[tuple[int, int]]) -> int:
+    return max(sum(a <= start <= b for a, b in spans) for start, _ in spans) if spans else 0
 
 
 def planned(body: Callable[..., Any]) -> Any:
@@ -94,6 +126,15 @@ def planned(body: Callable[..., Any]) -> Any:
         replay.forward()
         assert replay.facts is not None
         return make_plan(replay.facts, budget=0, min_bytes=1)
+
+
+def test_the_bodies_have_transfers_of_every_kind():
+    found = {body.__name__: windows(planned(body)) for body in BODIES}
+    # Under the floor of a chain of layers, each kind of window is open.
+    assert min(found["_layers"]) >= 1
+    assert found["_layers"].leaving >= 2
+    assert found["_tuples"].coming >= 2
+    assert sum(each.held_on for each in found.values()) > len(BODIES)
 
 
 def rewriting(

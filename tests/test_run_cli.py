@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,11 +19,14 @@ import pytest
 from test_measured import fingerprint, no_plan, out_of_memory, result, steps
 from typer.testing import CliRunner, Result
 
+from offplan.budget import EVERYTHING
 from offplan.cli import app
 from offplan.graph import GraphFacts
-from offplan.measured import load_measurement
-from offplan.plan import load_plan, write_plan
+from offplan.measured import Measurement, expected, load_measurement
+from offplan.memory import Conditions
+from offplan.plan import Plan, load_plan, write_plan
 from offplan.replay import measure as measuring
+from offplan.replay.arm import answer
 from offplan.replay.measure import Replays, Wanted, plans_to_replay, without_transfers
 from offplan.replay.messages import Failure, read_answer, write_message
 
@@ -166,6 +170,113 @@ def test_a_target_is_planned_for_first_and_rule_sets_are_compared(folder):
     assert not Path("offplan.plan.yaml").exists()
 
 
+# --- budgets --------------------------------------------------------------------------------------
+
+# Its activations of 256 KiB are most of its peak.
+DEEP = """
+import torch
+
+def build(layers: int = 4, width: int = 64):
+    blocks = [torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU())
+              for _ in range(layers)]
+    return torch.nn.Sequential(*blocks), (torch.randn(1024, width),)
+"""
+
+
+@pytest.fixture
+def here(folder, monkeypatch) -> Path:
+    """Traces and arms run in this process, one after another; and a model with layers."""
+
+    def answer_here(processes: Any, request: Any, name: str) -> Any:
+        found = answer(request)
+        assert not isinstance(found, Failure), found
+        return found
+
+    monkeypatch.setattr(measuring._Processes, "answer", answer_here)
+    (folder / "deep.py").write_text(DEEP)
+    return folder
+
+
+def replayed(*arguments: str, exit_code: int = 0) -> tuple[Measurement, str]:
+    """A run with everything over a byte movable: the measurement, and what was printed."""
+    found = offplan("run", "deep.plan.yaml", "--steps", "1", "-o", "measured.json", *arguments)
+    assert found.exit_code == exit_code, found.stdout + found.stderr
+    return load_measurement(Path("measured.json")), " ".join(found.stdout.split())
+
+
+def planned(*arguments: str) -> Plan:
+    found = offplan(
+        *("analyze", "deep.py", "--device", "cpu", "--min-size", "1", "-o", "deep.plan.yaml"),
+        *arguments,
+    )
+    assert found.exit_code == 0, found.stderr
+    return load_plan(Path("deep.plan.yaml"))
+
+
+@pytest.mark.parametrize("budget", ["2MB", "85%", "floor", "0"])
+def test_a_run_within_a_budget_measures_the_peak_that_was_predicted(here, budget):
+    plan = planned("--budget", budget)
+    assert plan.transfers
+    found, said = replayed()
+    assert found.plan.peak_allocated_bytes == plan.predicted.plan.peak_bytes
+    assert found.no_plan.peak_allocated_bytes == plan.predicted.no_plan.peak_bytes
+    assert found.plan.forward_end_bytes == plan.predicted.plan.forward_end_bytes
+    assert (found.budget, found.over_budget_bytes, found.ok) == (plan.budget, 0, True)
+    if found.budget:
+        assert found.plan.peak_allocated_bytes <= found.budget
+    assert found.plan.to_host_bytes == plan.moved_bytes > 0
+    assert found.plan.expected == expected(plan)
+    assert found.no_plan.expected == expected(without_transfers(plan))
+    assert re.search(r"peak allocated [\d.]+ MB [\d.]+ MB -[\d.]+ [kM]B [\d.]+ MB none", said)
+    assert "without a plan (as measured)" in said
+    assert "Verified: same bits" in said
+
+
+def test_a_budget_of_a_run_plans_again_from_the_choices_of_the_plan(here):
+    planned()
+    found, said = replayed("--budget", "85%")
+    assert (found.asked, found.min_bytes) == ("85%", 1)
+    assert found.plan.peak_allocated_bytes <= found.budget
+    assert found.budget == int(0.85 * found.no_plan.peak_allocated_bytes)
+    assert re.search(r"minimum 1, budget 85%: [\d.]+ MB", said)
+
+
+def test_a_budget_that_fits_already_moves_nothing(here):
+    planned()
+    found, said = replayed("--budget", "1GB")
+    assert found.ok
+    assert found.plan.to_host_bytes == 0
+    assert "minimum 1, budget 1.00 GB" in said
+
+
+def test_an_infeasible_budget_of_a_run_exits_3_and_its_floor_then_works(here):
+    planned()
+    refused = offplan("run", "deep.plan.yaml", "--budget", "100kB", "-o", "measured.json")
+    assert (refused.exit_code, refused.stdout) == (3, "")
+    words = re.search(r"the floor is .*--budget (\d+) is the least", refused.stderr, re.DOTALL)
+    assert words, refused.stderr
+    assert not Path("measured.json").exists()
+    found, _ = replayed("--budget", words[1])
+    assert found.plan.peak_allocated_bytes == found.budget == int(words[1])
+
+
+def test_a_measured_peak_over_the_budget_exits_3_and_says_by_how_much(folder, monkeypatch):
+    (folder / "deep.py").write_text(DEEP)
+    plan = planned("--budget", "floor")
+    assert plan.budget is not None
+    answering(monkeypatch, COPIES)
+    moved, count = plan.moved_bytes, len(plan.transfers)
+    for number, (peak, size) in enumerate([(2_000_000, 0), (plan.budget + 4096, moved)]):
+        each = steps(1.0, 1.0, moved=size, count=count if size else 0, peak_allocated_bytes=peak)
+        write_message(Path(f"answer.{number}"), result(no_plan(role="plan", steps=each)))
+    found, said = replayed(exit_code=3)
+    assert (found.ok, found.over_budget_bytes) == (False, 4096)
+    assert found.verification is not None
+    assert found.verification.ok
+    assert said.startswith("offplan run failed: deep.py")
+    assert "budget exceeded: the measured peak is 4.10 kB over it" in said
+
+
 # --- which plans it replays -----------------------------------------------------------------------
 
 
@@ -187,16 +298,28 @@ def traced(monkeypatch) -> list[str]:
 
 def test_a_plan_is_replayed_as_it_is_where_nothing_else_is_asked_for(plan, traced):
     made = load_plan(plan)
-    for wanted in (Wanted(), Wanted(budget=0), Wanted(device="cpu", rules="whole-storage")):
+    for wanted in (
+        Wanted(),
+        Wanted(budget=EVERYTHING),
+        Wanted(device="cpu", rules="whole-storage"),
+    ):
         assert plans_to_replay(made, wanted) == Replays((made,), made)
     assert traced == []
 
 
 def test_budget_0_plans_again_from_the_choices_of_the_plan(plan, traced):
     made = load_plan(plan)
-    replays = plans_to_replay(without_transfers(made), Wanted(budget=0))
+    wanted = Wanted(budget=EVERYTHING, verify=False)
+    replays = plans_to_replay(without_transfers(made), wanted)
     assert replays == Replays((made,), made)
     assert traced == ["cpu"]
+
+
+def test_what_is_planned_to_be_verified_is_predicted_for_deterministic_kernels(plan, traced):
+    made = load_plan(plan)
+    found = plans_to_replay(without_transfers(made), Wanted(budget=EVERYTHING)).plan
+    assert found.predicted.conditions == Conditions(deterministic=True)
+    assert found.transfers == made.transfers
 
 
 def test_other_rules_plan_again(plan, traced):
@@ -206,7 +329,7 @@ def test_other_rules_plan_again(plan, traced):
 
 def test_a_plan_for_cuda_is_planned_again_for_the_cpu_and_says_so(plan, traced):
     made = msgspec.structs.replace(load_plan(plan), device="cuda", gpu="NVIDIA H200")
-    replays = plans_to_replay(made, Wanted(device="cpu"))
+    replays = plans_to_replay(made, Wanted(device="cpu", verify=False))
     assert replays.plan == load_plan(plan)
     assert replays.notes == ("the plan is for cuda; it was planned again for cpu",)
 
@@ -215,7 +338,7 @@ def test_planning_again_says_what_changed_since(plan, traced):
     old = msgspec.structs.replace(
         without_transfers(load_plan(plan)), digest="sha256:0", torch="2.0"
     )
-    replays = plans_to_replay(old, Wanted(budget=0))
+    replays = plans_to_replay(old, Wanted(budget=EVERYTHING))
     (note,) = replays.notes
     assert note.startswith("planned again, from the target as it is now: ")
     assert "torch was 2.0" in note
@@ -223,7 +346,8 @@ def test_planning_again_says_what_changed_since(plan, traced):
 
 def test_the_plan_of_its_own_rule_set_is_the_one_reported_on(plan, traced):
     made = load_plan(plan)
-    replays = plans_to_replay(made, Wanted(compare=("whole-storage", "no-view", "no-view")))
+    compared = ("whole-storage", "no-view", "no-view")
+    replays = plans_to_replay(made, Wanted(compare=compared, verify=False))
     assert [each.rules for each in replays.plans] == ["whole-storage", "no-view"]
     assert replays.plan == made
     others = plans_to_replay(made, Wanted(compare=("no-view", "last-holder")))
@@ -384,7 +508,9 @@ def test_an_arm_ends_with_a_command_that_is_killed(waiting):
         (["missing.py", "--device", "cpu"], 1, "there is no file missing.py"),
         (["model.graph.json"], 2, "a replay needs the model"),
         (["-p", "width=3"], 2, "takes no -p"),
-        (["--budget", "80GiB"], 2, "only 0"),
+        (["--budget", "much"], 2, "not a budget"),
+        (["--profile", "abacus"], 2, "no profile is known"),
+        (["--profile", "missing.yaml"], 1, "cannot read missing.yaml"),
         (["--compare", "oldest"], 2, "is not a rule set"),
         (["model.py", "--device", "cpu", "--compare", "no-view"], 2, "add --budget 0"),
         (["--host-budget", "much"], 2, "is not a size"),

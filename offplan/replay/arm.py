@@ -35,8 +35,9 @@ import torch
 
 from offplan.errors import DeviceError, OffplanError, PlanError
 from offplan.files import GRAPH_FILE, write_atomically
-from offplan.graph import save_graph
-from offplan.measured import Arm, Machine, OutOfMemory, Parts, Step, What
+from offplan.graph import load_graph, save_graph
+from offplan.measured import Arm, Expected, Machine, OutOfMemory, Parts, Step, What
+from offplan.memory import Conditions, predict
 from offplan.plan import load_plan
 from offplan.replay.compiled import Replay, build_real, loss_of
 from offplan.replay.fingerprint import fingerprints
@@ -55,11 +56,19 @@ from offplan.replay.messages import (
     ArmResult,
     Failure,
     Fingerprint,
+    OpTimesRequest,
     Request,
+    Timed,
     Traced,
     TraceRequest,
     read_request,
     write_message,
+)
+from offplan.replay.optimes import (
+    cache_op_times,
+    cached_op_times,
+    measured_op_times,
+    timeable_keys,
 )
 from offplan.replay.parts import PartsWatch
 from offplan.replay.runtime import RuntimeStats
@@ -87,6 +96,8 @@ def answer(request: Request) -> Answer:
     try:
         if isinstance(request, TraceRequest):
             return _traced(request)
+        if isinstance(request, OpTimesRequest):
+            return _timed(request)
         return _Run(request).result()
     except OffplanError as error:
         traceback.print_exc()
@@ -112,6 +123,31 @@ def _traced(request: TraceRequest) -> Traced:
         facts = trace(request.spec, request.params, options)
     write_atomically(request.graph, save_graph(facts), GRAPH_FILE)
     return Traced()
+
+
+def _timed(request: OpTimesRequest) -> Timed:
+    """Op times of the step, from the cache where they are all there."""
+    device, facts = _device(request.device), load_graph(request.graph)
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    version = torch.__version__ + (" deterministic" if request.verify else "")
+    known = cached_op_times(gpu, version)
+    if timeable_keys(facts) <= known.keys():
+        return Timed(known)
+    plan = load_plan(request.plan)
+    torch.manual_seed(request.seed)
+    try:
+        with _repeatable(request.verify), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with DrawnOn(device):
+                target = build_real(plan.target.spec, plan.target.params, device)
+            with Replay(target, plan, device=device) as replay:
+                found = measured_op_times(replay, known)
+    except Exception as error:
+        if not _is_out_of_memory(error):
+            raise
+        return Timed(known, "the step does not fit without a plan: op times are not measured")
+    cache_op_times(gpu, version, found)
+    return Timed(found)
 
 
 def _device(name: str) -> torch.device:
@@ -149,6 +185,7 @@ class _Run:
     def result(self) -> ArmResult:
         start = time.perf_counter()
         self.build_s = 0.0
+        self.expected: Expected | None = None
         parts, out = None, None
         with _heard_warnings() as heard, _repeatable(self.request.verify):
             try:
@@ -165,6 +202,7 @@ class _Run:
             build_s=self.build_s,
             steps=tuple(self.steps),
             parts=parts,
+            expected=self.expected,
         )
         return ArmResult(
             arm=arm,
@@ -193,6 +231,7 @@ class _Run:
             self.build_s = time.perf_counter() - start
             for number in range(1 + request.steps):
                 self._step(number, target, replay)
+            self.expected = self._expected(replay)
             self.during = "the step that counts the parts of the peak"
             return self._parts(target, replay)
 
@@ -216,6 +255,22 @@ class _Run:
         self.steps.append(_counted(reading, said, self.gauge.held_bytes(), before, after))
         if self.request.verify:
             self.fingerprints.append((*found, *fingerprints(_compared(target))))
+
+    def _expected(self, replay: Replay) -> Expected:
+        """What the plan predicts of a step as it runs here: deterministic maybe, no optimizer."""
+        assert replay.facts is not None
+        here = Conditions(
+            expandable_segments=self.plan.predicted.conditions.expandable_segments,
+            deterministic=self.request.verify,
+        )
+        found = predict(replay.facts, self.plan.transfers, here)
+        when = self.plan.predicted.time
+        return Expected(
+            peak_allocated_bytes=found.peak_bytes,
+            peak_reserved_bytes=found.reserved_bytes,
+            forward_end_bytes=found.forward_end_bytes,
+            step_ms=None if when is None else when.step_ms,
+        )
 
     def _parts(self, target: Target, replay: Replay) -> Parts:
         _reset(target, self.request.seed)

@@ -28,17 +28,23 @@ from pathlib import Path
 
 import msgspec
 
+from offplan.budget import Aim, Budget, of_bytes, parse_budget
+from offplan.costs import DeviceProfile, profile_for
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES, RuleSet
 from offplan.errors import OffplanError, PlanError, UsageError
-from offplan.graph import GraphFacts, Partitioner, TargetRef, load_graph
-from offplan.measured import SCHEMA_VERSION, Measurement, Role, planned
+from offplan.files import GRAPH_FILE, write_atomically
+from offplan.graph import GraphFacts, Partitioner, TargetRef, load_graph, save_graph
+from offplan.measured import SCHEMA_VERSION, Measurement, Role, expected, planned
+from offplan.memory import Conditions
 from offplan.plan import Plan, check_plan, make_plan, write_plan
 from offplan.replay.messages import (
     Answer,
     ArmRequest,
     ArmResult,
     Failure,
+    OpTimesRequest,
     Request,
+    Timed,
     TraceRequest,
     read_answer,
     write_message,
@@ -73,10 +79,13 @@ class Wanted:
     """What the command line asks for beyond a plan or target; None and empty where nothing is."""
 
     device: str | None = None
-    budget: int | None = None
+    budget: Budget | None = None
     rules: RuleSet | None = None
     compare: tuple[RuleSet, ...] = ()
     verify: bool = True
+    profile: DeviceProfile | None = None
+    host_budget_bytes: int | None = None
+    measured_op_times: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,10 @@ class _Choices:
     attention: str | None
     rules: RuleSet
     min_bytes: int
-    budget: int | None
+    budget: Budget | None
+    host_budget_bytes: int | None
+    profile: DeviceProfile | None
+    conditions: Conditions
 
 
 def _ignore(phase: str) -> None:
@@ -122,18 +134,29 @@ def plans_to_replay(
     Raises ``UsageError`` for a comparison that moves nothing, and what the trace raises.
     """
     choices = _choices(source, wanted)
-    if isinstance(source, Plan) and not wanted.compare and choices == _choices(source, Wanted()):
+    is_new = bool(wanted.compare) or wanted.measured_op_times
+    if isinstance(source, Plan) and not is_new and choices == _choices(source, Wanted()):
         return Replays((source,), source)
     if wanted.compare and choices.budget is None:
         raise UsageError("--compare needs plans that move something", fix="add --budget 0")
     facts = _traced(choices, wanted.verify, on_phase)
+    notes = [*_notes_on_new(source, facts)] if isinstance(source, Plan) else []
+    op_ms: dict[str, float] = {}
+    if wanted.measured_op_times:
+        op_ms, note = op_times(facts, verify_bits=wanted.verify, on_phase=on_phase)
+        notes += [note] if note else []
+    aim = Aim(
+        conditions=msgspec.structs.replace(choices.conditions, deterministic=wanted.verify),
+        profile=choices.profile,
+        host_bytes=wanted.host_budget_bytes or choices.host_budget_bytes,
+        op_ms=op_ms,
+    )
     plans = tuple(
-        make_plan(facts, rules=rules, min_bytes=choices.min_bytes, budget=choices.budget)
+        make_plan(facts, rules=rules, min_bytes=choices.min_bytes, budget=choices.budget, aim=aim)
         for rules in dict.fromkeys(wanted.compare or (choices.rules,))
     )
     plan = next((plan for plan in plans if plan.rules == choices.rules), plans[-1])
-    notes = tuple(_notes_on_new(source, facts)) if isinstance(source, Plan) else ()
-    return Replays(plans, plan, notes)
+    return Replays(plans, plan, tuple(notes))
 
 
 def _choices(source: Plan | TargetRef, wanted: Wanted) -> _Choices:
@@ -147,6 +170,9 @@ def _choices(source: Plan | TargetRef, wanted: Wanted) -> _Choices:
             rules=wanted.rules or DEFAULT_RULES,
             min_bytes=DEFAULT_MIN_BYTES,
             budget=wanted.budget,
+            host_budget_bytes=wanted.host_budget_bytes,
+            profile=wanted.profile,
+            conditions=Conditions(),
         )
     device = wanted.device or source.device
     named = device == "cuda" and source.attention not in ("", "auto")
@@ -157,8 +183,28 @@ def _choices(source: Plan | TargetRef, wanted: Wanted) -> _Choices:
         attention=source.attention if named else None,
         rules=wanted.rules or source.rules,
         min_bytes=source.min_bytes,
-        budget=source.budget if wanted.budget is None else wanted.budget,
+        budget=wanted.budget or _budget_of(source),
+        host_budget_bytes=source.predicted.host_budget,
+        profile=wanted.profile or _profile_of(source, device),
+        conditions=source.predicted.conditions,
     )
+
+
+def _profile_of(plan: Plan, device: str) -> DeviceProfile | None:
+    """The shipped profile that ``plan`` was made with, if it was; None leaves it to the GPU's."""
+    if device == "cpu" or not plan.predicted.profile:
+        return None
+    try:
+        return profile_for(plan.predicted.profile)
+    except UsageError:
+        return None
+
+
+def _budget_of(plan: Plan) -> Budget | None:
+    """What ``plan`` was asked for."""
+    if plan.asked:
+        return parse_budget(plan.asked)
+    return None if plan.budget is None else of_bytes(plan.budget)
 
 
 def _notes_on_new(plan: Plan, facts: GraphFacts) -> Iterator[str]:
@@ -188,6 +234,25 @@ def _traced(choices: _Choices, verify_bits: bool, on_phase: OnPhase) -> GraphFac
         )
         processes.answer(request, "trace")
         return load_graph(graph)
+
+
+def op_times(
+    facts: GraphFacts, *, verify_bits: bool = False, on_phase: OnPhase = _ignore
+) -> tuple[dict[str, float], str]:
+    """Milliseconds of the ops of ``facts`` by ``costs.op_key``, measured on the device that they
+    are for or taken from the cache; and a note on what could not be measured.
+    """
+    on_phase("measuring ops")
+    with _processes() as processes:
+        plan, graph = processes.folder / "timed.plan.yaml", processes.folder / "timed.graph.json"
+        write_plan(plan, make_plan(facts))
+        write_atomically(graph, save_graph(facts), GRAPH_FILE)
+        request = OpTimesRequest(
+            plan=plan, graph=graph, device=facts.device, seed=SEED, verify=verify_bits
+        )
+        answer = processes.answer(request, "op times")
+        assert isinstance(answer, Timed)
+        return answer.times_ms, answer.note
 
 
 # --- arms -----------------------------------------------------------------------------------------
@@ -223,6 +288,7 @@ def measure(replays: Replays, options: RunOptions, on_phase: OnPhase = _ignore) 
         rules=plan.rules,
         min_bytes=plan.min_bytes,
         budget=plan.budget,
+        asked=plan.asked,
         movable_bytes=plan.movable_bytes,
         arms=tuple(result.arm for result in results),
         verification=verify(results) if options.verify else None,
@@ -236,8 +302,20 @@ def without_transfers(plan: Plan) -> Plan:
         msgspec.structs.replace(entry, action="kept") if entry.action == "moved" else entry
         for entry in plan.storages
     )
+    time = plan.predicted.time
+    predicted = msgspec.structs.replace(
+        plan.predicted,
+        plan=plan.predicted.no_plan,
+        time=time and msgspec.structs.replace(time, step_us=time.no_plan_us),
+    )
     return msgspec.structs.replace(
-        plan, storages=tuple(kept), transfers=(), moved_bytes=0, budget=None
+        plan,
+        storages=tuple(kept),
+        transfers=(),
+        moved_bytes=0,
+        budget=None,
+        asked="",
+        predicted=predicted,
     )
 
 
@@ -264,6 +342,8 @@ def _measured(
         role=arm.role,
         rules=arm.plan.rules if is_plan else None,
         planned=planned(arm.plan) if is_plan else None,
+        # An arm that ran out of memory has no graphs to predict from.
+        expected=answer.arm.expected or expected(arm.plan),
     )
     return msgspec.structs.replace(answer, arm=known)
 

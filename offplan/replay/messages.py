@@ -1,7 +1,8 @@
 """What ``offplan run`` and the processes it starts say to each other, as JSON files.
 
-A request is a ``TraceRequest`` or an ``ArmRequest``; the answer is a ``Traced``, an ``ArmResult``
-or a ``Failure``.  They live no longer than the command does, so they have no versions.
+A request is a ``TraceRequest``, an ``OpTimesRequest`` or an ``ArmRequest``; the answer is a
+``Traced``, a ``Timed``, an ``ArmResult`` or a ``Failure``.  They live no longer than the command
+does, so they have no versions.
 """
 
 from __future__ import annotations
@@ -26,6 +27,16 @@ class TraceRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     partitioner: Partitioner
     attention: str | None
     graph: Path
+    verify: bool
+
+
+class OpTimesRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Measure the ops of the step that the plan at ``plan``, which moves nothing, describes."""
+
+    plan: Path
+    graph: Path
+    device: str
+    seed: int
     verify: bool
 
 
@@ -62,6 +73,13 @@ class Traced(msgspec.Struct, frozen=True, tag=True):
     """The graphs were written."""
 
 
+class Timed(msgspec.Struct, frozen=True, tag=True):
+    """Milliseconds by ``costs.op_key``; ``note`` says what could not be measured."""
+
+    times_ms: dict[str, float]
+    note: str = ""
+
+
 class ArmResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """``arm`` has the role "plan", whatever was replayed; ``fingerprints`` are by step."""
 
@@ -80,8 +98,8 @@ class Failure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     fix: str = ""
 
 
-Request = TraceRequest | ArmRequest
-Answer = Traced | ArmResult | Failure
+Request = TraceRequest | OpTimesRequest | ArmRequest
+Answer = Traced | Timed | ArmResult | Failure
 
 
 def write_message(path: Path, message: Request | Answer) -> None:

@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from offplan.budget import CurvePoint, Predicted
 from offplan.eligibility import RULE_SETS, RULES, LedgerRow, Outcome, RuleSet, holder_kind
 from offplan.graph import GraphBreak, TargetRef
 from offplan.plan import Action, Entry, Plan, RegionSize, View
@@ -26,6 +27,7 @@ from offplan.report.document import (
     render_blocks,
 )
 from offplan.report.fold import Group, fold
+from offplan.report.peak import Asked, Moved, curve_blocks, predicted_blocks
 from offplan.units import format_binary, format_seconds, format_size
 
 Format = Literal["text", "json", "markdown"]
@@ -141,6 +143,8 @@ class AnalyzeReport(msgspec.Struct, frozen=True):
     rules: RuleSet
     min_bytes: int
     budget: int | None
+    asked: str
+    predicted: Predicted
     saved_bytes: int
     movable_bytes: int
     moved_bytes: int
@@ -156,14 +160,20 @@ class AnalyzeReport(msgspec.Struct, frozen=True):
     not_shown_bytes: int
     staying: tuple[Staying, ...]
     moving: Moving
+    curve: tuple[CurvePoint, ...] = ()
     timing: Timing | None = None
 
 
 # --- making ---------------------------------------------------------------------------------------
 
 
-def analyze_report(plan: Plan, timing: Timing | None = None, top: int = 12) -> AnalyzeReport:
-    """The report on ``plan``, with the ``top`` largest rows of storages."""
+def analyze_report(
+    plan: Plan,
+    timing: Timing | None = None,
+    top: int = 12,
+    curve: tuple[CurvePoint, ...] = (),
+) -> AnalyzeReport:
+    """The report on ``plan``, with the ``top`` largest rows of storages and the budget curve."""
     entries = [entry for entry in plan.storages if entry.id is not None]
     # Parameters are there in any case; what a reader can act on are the activations.
     activations = [entry for entry in entries if entry.rule != "parameter"]
@@ -185,6 +195,9 @@ def analyze_report(plan: Plan, timing: Timing | None = None, top: int = 12) -> A
         rules=plan.rules,
         min_bytes=plan.min_bytes,
         budget=plan.budget,
+        asked=plan.asked,
+        predicted=plan.predicted,
+        curve=curve,
         saved_bytes=plan.saved_bytes,
         movable_bytes=plan.movable_bytes,
         moved_bytes=plan.moved_bytes,
@@ -338,8 +351,13 @@ def _document(report: AnalyzeReport) -> Iterator[Block]:
     )
     if report.staying:
         yield _staying_table(report.staying)
-    yield Heading(_budget_title(report.budget))
-    yield Paragraph(tuple(_budget_lines(report)))
+    moving = report.moving
+    yield from predicted_blocks(
+        report.predicted,
+        Asked(report.budget, report.asked),
+        Moved(moving.storages, moving.transfer_bytes, moving.never_reloaded),
+    )
+    yield from curve_blocks(report.curve)
 
 
 def _parameters(target: TargetRef) -> list[str]:
@@ -501,32 +519,6 @@ def _staying_table(staying: Sequence[Staying]) -> Table:
         ),
         numeric=frozenset((2, 3)),
     )
-
-
-def _budget_title(budget: int | None) -> str:
-    return "No budget: nothing moves" if budget is None else f"Budget {format_binary(budget)}"
-
-
-def _budget_lines(report: AnalyzeReport) -> Iterator[tuple[str, str]]:
-    if report.budget is None:
-        yield (
-            "",
-            f"--budget 0 would move {format_size(report.movable_bytes)} in "
-            f"{_counted(report.movable_storages, 'storage')}",
-        )
-        return
-    moving = report.moving
-    yield (
-        "",
-        f"moves {format_size(moving.storage_bytes)} in {_counted(moving.storages, 'storage')}, "
-        f"{format_size(moving.transfer_bytes)} over the link each way",
-    )
-    if moving.never_reloaded:
-        yield (
-            "",
-            f"{_counted(moving.never_reloaded, 'storage')} never reloaded: the backward reads "
-            "nothing on them",
-        )
 
 
 def _counted(count: int, noun: str) -> str:

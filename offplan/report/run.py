@@ -8,20 +8,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from offplan.measured import (
     Arm,
     Difference,
+    Expected,
     Machine,
     Measurement,
     Noise,
     OutOfMemory,
+    Planned,
     Verification,
 )
 from offplan.report.document import Block, Heading, Paragraph, Table, render_blocks
+from offplan.report.peak import Asked, budget_words
 from offplan.units import format_binary, format_size
 
 # Differences and noisy tensors beyond these are counted, not listed.
@@ -35,6 +38,7 @@ _OWN_CONTEXT_BYTES = 2 * 1000**3
 _PEAK = "peak allocated"
 
 Unit = Literal["bytes", "ms"]
+_Known = TypeVar("_Known", Expected, Planned)
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -70,6 +74,8 @@ class RunReport(msgspec.Struct, frozen=True):
     rules: str
     min_bytes: int
     budget: int | None
+    asked: str
+    over_budget_bytes: int
     movable_bytes: int
     rows: tuple[Row, ...]
     compared: tuple[ArmRow, ...]
@@ -97,6 +103,8 @@ def run_report(measurement: Measurement) -> RunReport:
         rules=measurement.rules,
         min_bytes=measurement.min_bytes,
         budget=measurement.budget,
+        asked=measurement.asked,
+        over_budget_bytes=measurement.over_budget_bytes,
         movable_bytes=measurement.movable_bytes,
         rows=tuple(_rows(measurement.no_plan, measurement.plan)),
         compared=tuple(_arm_row(arm) for arm in compared),
@@ -107,19 +115,21 @@ def run_report(measurement: Measurement) -> RunReport:
 
 
 def _rows(before: Arm, after: Arm) -> Iterator[Row]:
-    """The main table.  Peaks and times are not predicted yet; moved bytes are."""
-    planned = after.planned
-    yield _row(_PEAK, "bytes", before, after, lambda arm: arm.peak_allocated_bytes)
+    """The main table."""
+    planned, expected = after.planned, after.expected
+    peak = _row(_PEAK, "bytes", before, after, lambda arm: arm.peak_allocated_bytes)
+    yield _predicted(peak, expected, lambda found: found.peak_allocated_bytes)
     reserved = _row("peak reserved", "bytes", before, after, lambda arm: arm.peak_reserved_bytes)
     if (reserved.no_plan, reserved.plan) != (None, None):
-        yield reserved
-    yield _row("end of forward", "bytes", before, after, lambda arm: arm.forward_end_bytes)
-    yield _row("step", "ms", before, after, lambda arm: arm.step_ms)
+        yield _predicted(reserved, expected, lambda found: found.peak_reserved_bytes)
+    ended = _row("end of forward", "bytes", before, after, lambda arm: arm.forward_end_bytes)
+    yield _predicted(ended, expected, lambda found: found.forward_end_bytes)
+    step = _row("step", "ms", before, after, lambda arm: arm.step_ms)
+    yield _predicted(step, expected, lambda found: found.step_ms)
     sent = _row("moved", "bytes", before, after, lambda arm: arm.to_host_bytes)
     back = _row("moved back", "bytes", before, after, lambda arm: arm.to_device_bytes)
-    if planned is not None:
-        sent = _predicted(sent, planned.to_host_bytes)
-        back = _predicted(back, planned.to_device_bytes)
+    sent = _predicted(sent, planned, lambda found: found.to_host_bytes)
+    back = _predicted(back, planned, lambda found: found.to_device_bytes)
     yield sent
     if (back.plan, back.predicted) != (sent.plan, sent.predicted):
         yield back
@@ -133,8 +143,10 @@ def _row(
     return Row(name, unit, no_plan, plan, delta)
 
 
-def _predicted(row: Row, predicted: float) -> Row:
-    error = None if row.plan is None else row.plan - predicted
+def _predicted(row: Row, known: _Known | None, read: Callable[[_Known], float | None]) -> Row:
+    """``row`` with what ``known`` says that it would be."""
+    predicted = None if known is None else read(known)
+    error = None if row.plan is None or predicted is None else row.plan - predicted
     return msgspec.structs.replace(row, predicted=predicted, error=error)
 
 
@@ -201,7 +213,9 @@ def _plan_line(report: RunReport) -> str:
             f"{choices}, no budget: moves nothing (--budget 0 would move "
             f"{format_size(report.movable_bytes)})"
         )
-    return f"{choices}, budget {format_binary(report.budget)}"
+    if report.budget == 0:
+        return f"{choices}, budget 0: everything movable moves"
+    return f"{choices}, budget {budget_words(Asked(report.budget, report.asked))}"
 
 
 def _main_table(rows: Sequence[Row]) -> Table:
@@ -214,12 +228,21 @@ def _main_table(rows: Sequence[Row]) -> Table:
                 _measured(row, row.plan),
                 _change(row.delta, row.unit),
                 _cell(row.predicted, row.unit),
-                _change(row.error, row.unit),
+                _off(row),
             )
             for row in rows
         ),
         numeric=frozenset((1, 2, 3, 4, 5)),
     )
+
+
+def _off(row: Row) -> str:
+    """How far measured is from predicted, as a share of predicted."""
+    if row.error is None or row.predicted is None:
+        return ""
+    if not row.error:
+        return "none"
+    return f"{row.error / row.predicted:+.2%}" if row.predicted else _change(row.error, row.unit)
 
 
 def _measured(row: Row, value: float | None) -> str:
@@ -241,12 +264,30 @@ def _change(value: float | None, unit: Unit) -> str:
 
 
 def _beside_table(report: RunReport) -> Iterator[tuple[str, str]]:
+    if report.over_budget_bytes:
+        over = format_size(report.over_budget_bytes)
+        yield "budget", f"exceeded: the measured peak is {over} over it"
     for arm in report.arms:
         if arm.out_of_memory is not None:
             yield arm.name, _out_of_memory(arm.out_of_memory)
         else:
             yield arm.name, _spent(arm)
-    yield "predicted", "what the plan says it moves; peaks and times are not predicted yet"
+    before = report.arms[0]
+    if before.expected is not None:
+        yield "predicted", _without(before, before.expected)
+
+
+def _without(arm: Arm, expected: Expected) -> str:
+    """What was predicted of the arm without a plan, and how far that was off."""
+    said = f"{format_size(expected.peak_allocated_bytes)} without a plan"
+    if arm.completed:
+        off = arm.peak_allocated_bytes / expected.peak_allocated_bytes - 1
+        said += f" (measured: {off:+.2%})" if off else " (as measured)"
+    if expected.step_ms is not None:
+        said += f", in {expected.step_ms:,.1f} ms"
+        if arm.completed:
+            said += f" (measured: {arm.step_ms / expected.step_ms - 1:+.1%})"
+    return said
 
 
 def _out_of_memory(found: OutOfMemory) -> str:

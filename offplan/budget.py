@@ -1,0 +1,359 @@
+"""What a budget asks for, and the plan that meets it: as predicted, not only as planned.
+
+1.  A *budget* is a number of bytes of peak (``80GiB``), a share of the peak without a plan
+    (``80%``), ``auto`` (the GPU's memory less a margin), ``floor`` (the least peak there is, moving
+    only what lowers it), or ``0`` (everything movable moves, placed for that same least peak).
+2.  ``auto`` leaves a margin for the CUDA context and its libraries' code, and keeps within the rest
+    what the caching allocator is predicted to *reserve*, not only what it hands out.
+3.  The planner counts what ops ask for; the allocator hands out whole blocks.  A plan whose
+    predicted peak exceeds the budget is planned again with the excess taken off, down to the floor,
+    which is the predicted peak of the plan for the least limit.
+4.  Without a profile of the GPU, copies are placed as for ``NOMINAL`` rates, and no time is
+    predicted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from offplan.costs import DeviceProfile, op_times_ms, profile_for
+from offplan.errors import BudgetError, UsageError
+from offplan.graph import GraphFacts
+from offplan.memory import Conditions, Prediction, predict, timeline
+from offplan.planner import Costs, Planned, Planner
+from offplan.schedule import Rates
+from offplan.transfers import Move, Transfer
+from offplan.units import format_size, parse_size
+
+BudgetKind = Literal["bytes", "share", "auto", "floor", "everything"]
+
+# The CUDA context with its libraries takes 0.5 to 0.8 GB on recent GPUs.
+MARGIN_BYTES = 1000**3
+
+NO_CONDITIONS = Conditions()
+
+# Rates by which copies are placed where the GPU is not known.
+NOMINAL = "h200"
+# Attempts to bring the prediction under the budget before the least limit is tried.
+_ATTEMPTS = 6
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A budget as it was asked for (definition 1).  ``value`` is bytes, or a share of 1."""
+
+    kind: BudgetKind
+    value: float = 0
+    text: str = ""
+
+
+EVERYTHING = Budget("everything", 0, "0")
+FLOOR = Budget("floor", 0, "floor")
+AUTO = Budget("auto", 0, "auto")
+
+
+def parse_budget(text: str) -> Budget | None:
+    """The budget that the command line calls ``text``; None for ``none``.
+
+    Raises ``UsageError`` for anything that is no budget.
+    """
+    words = {"none": None, "floor": FLOOR, "auto": AUTO}
+    if text in words:
+        return words[text]
+    share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
+    if share is not None:
+        if not 0 < float(share[1]) <= 100:
+            raise UsageError(f"--budget {text}: a share is over 0% and at most 100%")
+        return Budget("share", float(share[1]) / 100, text)
+    try:
+        size_bytes = parse_size(text)
+    except UsageError as error:
+        raise UsageError(
+            f"--budget {text}: not a budget",
+            fix="a size (80GiB), a share of the peak (80%), auto, floor, or 0",
+        ) from error
+    return of_bytes(size_bytes, text)
+
+
+def of_bytes(size_bytes: int, text: str = "") -> Budget:
+    """The budget of ``size_bytes``; 0 moves everything."""
+    if size_bytes == 0:
+        return EVERYTHING
+    return Budget("bytes", size_bytes, text or str(size_bytes))
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What to plan for.  ``profile`` None: the one that is shipped for the GPU of the graphs.
+
+    ``op_ms``: measured times by ``costs.op_key``.  ``host_bytes`` limits host memory.
+    """
+
+    budget: Budget | None = None
+    host_bytes: int | None = None
+    conditions: Conditions = NO_CONDITIONS
+    profile: DeviceProfile | None = None
+    op_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+class PredictedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Microseconds of a step, whole ones, so that a file says the same everywhere.
+
+    ``least_us``: no plan with this peak takes less.
+    """
+
+    no_plan_us: int
+    step_us: int
+    forward_us: int
+    stalled_us: int
+    least_us: int
+
+    @property
+    def no_plan_ms(self) -> float:
+        return self.no_plan_us / 1000
+
+    @property
+    def step_ms(self) -> float:
+        return self.step_us / 1000
+
+    @property
+    def stalled_ms(self) -> float:
+        return self.stalled_us / 1000
+
+    @property
+    def least_ms(self) -> float:
+        return self.least_us / 1000
+
+
+class Predicted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a plan is predicted to do.  ``floor_bytes`` is the least peak of any plan.
+
+    ``profile`` names what times are predicted for; without one there is no ``time``.  ``op_times``
+    says where those of the ops come from.  ``margin_bytes``: what ``auto`` left free.
+    """
+
+    no_plan: Prediction
+    plan: Prediction
+    floor_bytes: int
+    conditions: Conditions = Conditions()
+    profile: str = ""
+    op_times: Literal["roofline", "measured"] = "roofline"
+    time: PredictedTime | None = None
+    host_budget: int | None = None
+    margin_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Transfers, the budget in bytes (None: none was asked, 0: everything), what is predicted."""
+
+    transfers: tuple[Transfer, ...]
+    budget_bytes: int | None
+    predicted: Predicted
+    warnings: tuple[str, ...] = ()
+
+
+class CurvePoint(msgspec.Struct, frozen=True):
+    """One budget of the curve.  Times are None without a profile."""
+
+    name: str
+    limit_bytes: int
+    peak_bytes: int
+    moved_bytes: int
+    transfer_count: int
+    step_ms: float | None
+    least_ms: float | None
+
+
+class Outlooks:
+    """Plans for one step and any number of budgets."""
+
+    def __init__(self, facts: GraphFacts, movable: Sequence[Move], aim: Aim) -> None:
+        self.facts = facts
+        self.aim = aim
+        self.warnings: list[str] = []
+        self.profile = aim.profile or self._shipped_profile()
+        times = op_times_ms(facts, self.profile or profile_for(NOMINAL), aim.op_ms)
+        link = self.profile or profile_for(NOMINAL)
+        rates = Rates(link.d2h_bytes_per_s, link.h2d_bytes_per_s, link.copy_latency_s)
+        memory = timeline(facts, aim.conditions)
+        self.resting_bytes = memory.resting_bytes
+        self.planner = Planner(facts, movable, memory, Costs(times, rates), aim.host_bytes)
+        self.no_plan = predict(facts, (), aim.conditions)
+        self._floor: tuple[Planned, Prediction] | None = None
+
+    def _shipped_profile(self) -> DeviceProfile | None:
+        if self.facts.device == "cpu":
+            return None
+        try:
+            return profile_for(self.facts.gpu)
+        except UsageError:
+            self.warnings.append(
+                f"no profile of {self.facts.gpu or 'this GPU'}: no times are predicted, and copies "
+                "are placed as for an H200 (offplan device -o FILE measures one, --profile FILE)"
+            )
+            return None
+
+    # --- one budget -------------------------------------------------------------------------------
+
+    def outlook(self) -> Outlook:
+        """The plan for the budget that is aimed at.  Raises ``BudgetError`` if there is none."""
+        return self.outlook_for(self.aim.budget)
+
+    def outlook_for(self, budget: Budget | None) -> Outlook:
+        """The same for ``budget``."""
+        limit = self.budget_bytes(budget)
+        if budget is None:
+            planned, prediction = self.planner.plan(self.planner.peak_bytes), self.no_plan
+        elif budget.kind == "everything":
+            planned = self.planner.plan(0)
+            prediction = self._predict(planned)
+        elif budget.kind == "floor":
+            planned, prediction = self.floor()
+        else:
+            assert limit is not None
+            planned, prediction = self._within(limit, budget)
+        margin_bytes = MARGIN_BYTES if budget is not None and budget.kind == "auto" else None
+        return self._outlook(planned, prediction, limit, margin_bytes)
+
+    def budget_bytes(self, budget: Budget | None) -> int | None:
+        """The peak that ``budget`` allows; None without one, 0 if everything moves."""
+        if budget is None:
+            return None
+        if budget.kind == "floor":
+            return self.floor()[1].peak_bytes
+        if budget.kind == "share":
+            return int(budget.value * self.no_plan.peak_bytes)
+        if budget.kind == "auto":
+            return self._device_bytes() - MARGIN_BYTES
+        return int(budget.value)
+
+    def floor(self) -> tuple[Planned, Prediction]:
+        """The plan with the least peak, and its prediction."""
+        if self._floor is None:
+            planned = self.planner.plan(self.planner.floor_bytes)
+            self._floor = planned, self._predict(planned)
+        return self._floor
+
+    def _device_bytes(self) -> int:
+        if self.profile is None:
+            raise UsageError(
+                "--budget auto needs to know the device's memory",
+                fix="name a profile with --profile FILE, or a size",
+            )
+        return self.profile.memory_bytes
+
+    def _within(self, limit: int, budget: Budget) -> tuple[Planned, Prediction]:
+        """The plan that is predicted to stay within ``limit`` (definitions 2 and 3)."""
+
+        def excess_bytes(found: Prediction) -> int:
+            held = found.reserved_bytes if budget.kind == "auto" else found.peak_bytes
+            return max(held, found.peak_bytes) - limit
+
+        if excess_bytes(self.no_plan) <= 0:
+            return self.planner.plan(self.planner.peak_bytes), self.no_plan
+        inner = min(limit, self.planner.peak_bytes)
+        for _ in range(_ATTEMPTS):
+            if inner <= self.planner.floor_bytes:
+                break
+            planned = self.planner.plan(inner)
+            prediction = self._predict(planned)
+            if excess_bytes(prediction) <= 0:
+                return planned, prediction
+            inner -= excess_bytes(prediction)
+        planned, prediction = self.floor()
+        if excess_bytes(prediction) > 0:
+            raise self._infeasible(limit, budget, prediction)
+        return planned, prediction
+
+    def _infeasible(self, limit: int, budget: Budget, floor: Prediction) -> BudgetError:
+        parts = sorted(((size, part) for part, size in floor.parts.items() if size), reverse=True)
+        made_of = ", ".join(
+            f"{format_size(size)} of {part.replace('_', ' ')}" for size, part in parts[:4]
+        )
+        named = f"{budget.text} ({format_size(limit)})" if budget.kind != "bytes" else budget.text
+        host = (
+            ""
+            if self.aim.host_bytes is None
+            else f" with {format_size(self.aim.host_bytes)} of host memory"
+        )
+        return BudgetError(
+            f"no plan keeps the peak within {named}{host}: the floor is "
+            f"{format_size(floor.peak_bytes)}, made of {made_of}",
+            floor_bytes=floor.peak_bytes,
+            where=f"{floor.op_target}, op {floor.op}",
+            fix=f"--budget {floor.peak_bytes} is the least; below it only a smaller step helps",
+        )
+
+    def _predict(self, planned: Planned) -> Prediction:
+        return predict(self.facts, planned.transfers, self.aim.conditions)
+
+    def _outlook(
+        self,
+        planned: Planned,
+        prediction: Prediction,
+        budget_bytes: int | None,
+        margin_bytes: int | None,
+    ) -> Outlook:
+        predicted = Predicted(
+            no_plan=self.no_plan,
+            plan=prediction,
+            floor_bytes=self.floor()[1].peak_bytes,
+            conditions=self.aim.conditions,
+            profile="" if self.profile is None else self.profile.name,
+            op_times="measured" if self.aim.op_ms else "roofline",
+            time=self._time(planned),
+            host_budget=self.aim.host_bytes,
+            margin_bytes=margin_bytes,
+        )
+        return Outlook(planned.transfers, budget_bytes, predicted, tuple(self.warnings))
+
+    def _time(self, planned: Planned) -> PredictedTime | None:
+        if self.profile is None:
+            return None
+        return PredictedTime(
+            no_plan_us=round(1000 * self.planner.starts[-1]),
+            step_us=round(1000 * planned.time.step_ms),
+            forward_us=round(1000 * planned.time.forward_ms),
+            stalled_us=round(1000 * planned.time.stalled_ms),
+            least_us=round(1000 * planned.least_step_ms),
+        )
+
+    # --- all budgets ------------------------------------------------------------------------------
+
+    def curve(self, count: int) -> tuple[CurvePoint, ...]:
+        """``count`` budgets from the peak without a plan down to the floor, both included.
+
+        A point never takes longer than one with a lower peak: that one's plan would do.
+        """
+        top, floor = self.planner.peak_bytes, self.planner.floor_bytes
+        if top == floor or not self.planner.candidates:
+            return (self._point(self.planner.plan(top), top),)
+        limits = [floor + (top - floor) * place // (count - 1) for place in range(count)]
+        points: list[CurvePoint] = []
+        best: Planned | None = None
+        for limit in limits:
+            planned = self.planner.plan(limit)
+            if best is None or planned.time.step_ms <= best.time.step_ms:
+                best = planned
+            points.append(self._point(best, limit))
+        return tuple(reversed(points))
+
+    def _point(self, planned: Planned, limit: int) -> CurvePoint:
+        top, floor = self.planner.peak_bytes, self.planner.floor_bytes
+        name = "no plan" if limit == top else "floor" if limit == floor else ""
+        time = self._time(planned)
+        return CurvePoint(
+            name=name,
+            limit_bytes=limit,
+            peak_bytes=self._predict(planned).peak_bytes,
+            moved_bytes=sum(transfer.transfer_bytes for transfer in planned.transfers),
+            transfer_count=len(planned.transfers),
+            step_ms=None if time is None else time.step_ms,
+            least_ms=None if time is None else time.least_ms,
+        )

@@ -1,0 +1,211 @@
+"""What is predicted of the peak and the step, for a plan and for every budget.
+
+1.  The table sets no plan beside the plan: peaks, the end of the forward, the step time, bytes over
+    the link.  What is not predicted (times, without a profile of the GPU) is left out, and so is a
+    plan that moves nothing: it is no plan.
+2.  *Cost* of a budget is by how much its step is longer than without a plan.
+3.  A row of the curve names the least whole share of the peak that it stays within; its bar is as
+    long as its step takes, beside that of the slowest budget.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from offplan.budget import CurvePoint, Predicted, PredictedTime
+from offplan.memory import PARTS, Prediction
+from offplan.report.document import Block, Heading, Paragraph, Table
+from offplan.units import format_size
+
+# Sizes that print as they are typed.
+_DECIMAL = re.compile(r"[\d. ]+([kMGT]?B)?", re.IGNORECASE)
+_BAR_WIDTH = 20
+_BAR = "█"
+
+
+class Asked(NamedTuple):
+    """The budget: in bytes (None: none, 0: everything moves), and as it was asked for."""
+
+    budget_bytes: int | None
+    text: str
+
+
+class Moved(NamedTuple):
+    """What the plan moves: ``transfer_bytes`` each way, in ``storages``."""
+
+    storages: int
+    transfer_bytes: int
+    never_reloaded: int
+
+
+def predicted_blocks(predicted: Predicted, asked: Asked, moved: Moved) -> Iterator[Block]:
+    """Heading, tables and lines on the peak."""
+    yield Heading(_title(predicted, asked))
+    yield _table(predicted, moved)
+    yield Paragraph(tuple(_lines(predicted, asked, moved)))
+    yield Heading("What the predicted peak is made of")
+    yield _parts_table(predicted, moved)
+
+
+def curve_blocks(curve: Sequence[CurvePoint]) -> Iterator[Block]:
+    """What each budget costs."""
+    if len(curve) < 2:
+        return
+    yield Heading("What each budget would cost")
+    top = curve[0]
+    longest = max(point.step_ms or 0.0 for point in curve)
+    rows = []
+    for point in curve:
+        row = [
+            format_size(point.peak_bytes),
+            point.name or f"{-(-100 * point.peak_bytes // top.peak_bytes)}%",
+            format_size(point.moved_bytes),
+        ]
+        if point.step_ms is not None and top.step_ms:
+            bar = _BAR * round(_BAR_WIDTH * point.step_ms / longest)
+            row += [f"{point.step_ms:,.1f} ms", _share(point.step_ms / top.step_ms - 1), bar]
+        rows.append(tuple(row))
+    columns: tuple[str, ...] = ("peak", "budget", "moved")
+    if top.step_ms is not None:
+        columns = (*columns, "step", "cost", "step time")
+    yield Table(columns, tuple(rows), numeric=frozenset((0, 1, 2, 3, 4)))
+
+
+def _title(predicted: Predicted, asked: Asked) -> str:
+    if asked.budget_bytes is None:
+        return "No budget: nothing moves"
+    if asked.budget_bytes == 0:
+        return "Budget 0: everything movable moves"
+    if asked.text == "floor":
+        return "Budget floor: the least peak"
+    return f"Budget {budget_words(asked)}"
+
+
+def budget_words(asked: Asked) -> str:
+    """A budget of so many bytes: as it was asked for, and its size where that is something else."""
+    size = format_size(asked.budget_bytes or 0)
+    is_decimal = not asked.text or _DECIMAL.fullmatch(asked.text)
+    return size if is_decimal else f"{asked.text}: {size}"
+
+
+def _table(predicted: Predicted, moved: Moved) -> Table:
+    before, after = predicted.no_plan, predicted.plan
+    sizes = [("peak allocated", before.peak_bytes, after.peak_bytes)]
+    # Nothing is reserved on the CPU: both are then the same.
+    if (before.reserved_bytes, after.reserved_bytes) != (before.peak_bytes, after.peak_bytes):
+        sizes.append(("peak reserved", before.reserved_bytes, after.reserved_bytes))
+    sizes.append(("end of forward", before.forward_end_bytes, after.forward_end_bytes))
+    rows = [
+        (name, format_size(old), format_size(new), _signed(format_size(new - old), new - old))
+        for name, old, new in sizes
+    ]
+    if predicted.time is not None:
+        rows.append(("step", *_step_cells(predicted.time)))
+    rows.append(("moved each way", "", format_size(moved.transfer_bytes), ""))
+    columns = ("predicted", "no plan", "plan", "delta")
+    if not moved.storages:
+        return Table(columns[:2], tuple(row[:2] for row in rows[:-1]), frozenset((1,)))
+    return Table(columns, tuple(rows), frozenset((1, 2, 3)))
+
+
+def _step_cells(time: PredictedTime) -> tuple[str, str, str]:
+    delta = time.step_ms - time.no_plan_ms
+    return (
+        f"{time.no_plan_ms:,.1f} ms",
+        f"{time.step_ms:,.1f} ms",
+        _signed(f"{delta:,.1f} ms", delta),
+    )
+
+
+def _signed(text: str, value: float) -> str:
+    return f"+{text}" if value > 0 else text
+
+
+def _lines(predicted: Predicted, asked: Asked, moved: Moved) -> Iterator[tuple[str, str]]:
+    if asked.budget_bytes is not None:
+        yield "plan", _answer(predicted, asked, moved)
+    if moved.never_reloaded:
+        yield (
+            "",
+            f"{moved.never_reloaded:,} of them never come back: the backward reads nothing on them",
+        )
+    if predicted.time is not None and moved.storages:
+        yield "step", _time(predicted.time)
+    if predicted.plan.op_target:
+        yield "peak", _where(predicted.plan)
+    if asked.text != "floor":
+        yield "floor", _floor(predicted)
+    if predicted.margin_bytes is not None:
+        yield (
+            "margin",
+            f"auto leaves {format_size(predicted.margin_bytes)} of the GPU to the CUDA context and "
+            "its libraries, and keeps what the allocator reserves within the rest",
+        )
+    if predicted.host_budget is not None:
+        yield "host", f"at most {format_size(predicted.host_budget)} of host memory"
+    if predicted.profile:
+        measured = ", with measured op times" if predicted.op_times == "measured" else ""
+        yield "profile", f"{predicted.profile}{measured}"
+
+
+def _answer(predicted: Predicted, asked: Asked, moved: Moved) -> str:
+    limit = asked.budget_bytes
+    if not moved.storages:
+        if limit == 0:
+            return "nothing can move"
+        if limit and asked.text != "floor" and predicted.no_plan.peak_bytes <= limit:
+            return "it fits already: nothing moves"
+        return "nothing that can move lowers the peak"
+    count = f"{moved.storages:,} storage" + ("" if moved.storages == 1 else "s")
+    said = f"moves {count}"
+    if predicted.time is not None:
+        cost = predicted.time.step_ms / predicted.time.no_plan_ms - 1
+        said += f", which costs {_share(cost)} of the step" if cost >= 5e-4 else ", at no cost"
+    if limit == 0:
+        said += "; --budget floor moves only what lowers the peak"
+    elif limit and limit > predicted.plan.peak_bytes:
+        said += f"; {format_size(limit - predicted.plan.peak_bytes)} under the budget"
+    return said
+
+
+def _time(time: PredictedTime) -> str:
+    gap = time.step_ms / time.least_ms - 1 if time.least_ms else 0.0
+    said = "the best possible for this peak"
+    if gap >= 5e-4:
+        said = f"at most {_share(gap)} over {said} ({time.least_ms:,.1f} ms)"
+    if time.stalled_ms >= 0.05:
+        said += f"; {time.stalled_ms:,.1f} ms of it are spent waiting for copies"
+    return said
+
+
+def _floor(predicted: Predicted) -> str:
+    if predicted.floor_bytes >= predicted.no_plan.peak_bytes:
+        return "no plan has a lower peak"
+    return f"{format_size(predicted.floor_bytes)} is the least peak (--budget floor)"
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _where(found: Prediction) -> str:
+    return f"reached in {found.op_target}, op {found.op:,}"
+
+
+def _parts_table(predicted: Predicted, moved: Moved) -> Table:
+    arms = [("no plan", predicted.no_plan), ("plan", predicted.plan)]
+    if not moved.storages:
+        del arms[1:]
+    rows = [
+        (part.replace("_", " "), *(format_size(arm.parts.get(part, 0)) for _, arm in arms))
+        for part in PARTS
+        if any(arm.parts.get(part) for _, arm in arms)
+    ]
+    peaks = (format_size(arm.peak_bytes) for _, arm in arms)
+    return Table(
+        ("", *(name for name, _ in arms)),
+        (*rows, ("peak", *peaks)),
+        numeric=frozenset(range(1, len(arms) + 1)),
+    )
