@@ -52,6 +52,9 @@ class PartsWatch(TorchDispatchMode):
     Call ``forward_ended`` between forward and backward, and ``parts`` with the gradients after.
     """
 
+    # A random op that is recomputed is wrapped in one of these.
+    supports_higher_order_operators = True
+
     def __init__(
         self,
         device: torch.device,
