@@ -6,6 +6,7 @@ are random and nothing is downloaded.  ``MODELS`` lists what ``benchmarks/peak.p
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 MODELS: dict[str, tuple[str, dict[str, str]]] = {
     "llama, labels, tied, GQA": ("llama", {}),
     "llama, no labels": ("llama", {"labels": "false"}),
-    "llama, checkpointed": ("llama", {"checkpoint": "true", "layers": "12"}),
+    "llama, checkpointed": ("llama", {"checkpoint": "true", "layers": "6"}),
     "qwen3, labels": ("qwen3", {}),
     "qwen3, no labels": ("qwen3", {"labels": "false"}),
     "gpt2, labels, dropout, tied": ("gpt2", {}),
@@ -43,7 +44,7 @@ def _decoder(config: Any, batch: int, seq: int, labels: bool, checkpoint: bool =
 
 
 def llama(
-    layers: int = 6, batch: int = 4, seq: int = 2048, labels: bool = True, checkpoint: bool = False
+    layers: int = 3, batch: int = 4, seq: int = 2048, labels: bool = True, checkpoint: bool = False
 ):
     config = transformers.LlamaConfig(
         vocab_size=32000,
@@ -58,7 +59,7 @@ def llama(
     return _decoder(config, batch, seq, labels, checkpoint)
 
 
-def qwen3(layers: int = 6, batch: int = 4, seq: int = 2048, labels: bool = True):
+def qwen3(layers: int = 3, batch: int = 4, seq: int = 2048, labels: bool = True):
     config = transformers.Qwen3Config(
         vocab_size=50000,
         hidden_size=2048,
@@ -73,12 +74,12 @@ def qwen3(layers: int = 6, batch: int = 4, seq: int = 2048, labels: bool = True)
     return _decoder(config, batch, seq, labels)
 
 
-def gpt2(layers: int = 8, batch: int = 8, seq: int = 1024, labels: bool = True):
+def gpt2(layers: int = 4, batch: int = 8, seq: int = 1024, labels: bool = True):
     config = transformers.GPT2Config(n_embd=1600, n_head=25, n_layer=layers)
     return _decoder(config, batch, seq, labels)
 
 
-def bert(layers: int = 8, batch: int = 32, seq: int = 512):
+def bert(layers: int = 4, batch: int = 16, seq: int = 512):
     config = transformers.BertConfig(
         hidden_size=1024, num_hidden_layers=layers, num_attention_heads=16, intermediate_size=4096
     )
@@ -88,17 +89,19 @@ def bert(layers: int = 8, batch: int = 32, seq: int = 512):
     return model, (), {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
 
 
-def vit(layers: int = 12, batch: int = 96):
+def vit(layers: int = 6, batch: int = 96):
     config = transformers.ViTConfig(
         hidden_size=1024, num_hidden_layers=layers, num_attention_heads=16, intermediate_size=4096
     )
     model = transformers.ViTForImageClassification(config).to(torch.bfloat16).train()
-    return model, (torch.randn(batch, 3, 224, 224, dtype=torch.bfloat16),), {
-        "labels": torch.randint(2, (batch,))
-    }
+    return (
+        model,
+        (torch.randn(batch, 3, 224, 224, dtype=torch.bfloat16),),
+        {"labels": torch.randint(2, (batch,))},
+    )
 
 
-def resnet(batch: int = 96):
+def resnet(batch: int = 64):
     config = transformers.ResNetConfig(num_labels=1000)
     model = transformers.ResNetForImageClassification(config).train()
     return model, (torch.randn(batch, 3, 224, 224),), {"labels": torch.randint(1000, (batch,))}
@@ -111,7 +114,7 @@ class UNet(nn.Module):
         super().__init__()
         sizes = [width * 2**level for level in range(levels + 1)]
         self.stem = nn.Conv2d(3, width, 3, padding=1)
-        pairs = list(zip(sizes, sizes[1:], strict=False))
+        pairs = list(itertools.pairwise(sizes))
         self.down = nn.ModuleList(self._block(a, b) for a, b in pairs)
         self.up = nn.ModuleList(self._block(b + a, a) for a, b in reversed(pairs))
         self.head = nn.Conv2d(width, 3, 1)
@@ -166,7 +169,7 @@ class Experts(nn.Module):
         return x + mixed.view_as(x)
 
 
-def experts(layers: int = 4, batch: int = 8, seq: int = 1024, width: int = 1024):
+def experts(layers: int = 2, batch: int = 8, seq: int = 1024, width: int = 1024):
     blocks = []
     for _ in range(layers):
         blocks.append(
@@ -214,5 +217,5 @@ class Recurrent(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def recurrent(batch: int = 1024, seq: int = 24, width: int = 1536, vocabulary: int = 8000):
+def recurrent(batch: int = 2048, seq: int = 12, width: int = 1536, vocabulary: int = 8000):
     return Recurrent(width, vocabulary), (torch.randint(vocabulary, (batch, seq)),)

@@ -1,0 +1,208 @@
+"""Several plans of one model measured in one process, which builds the model once.
+
+The allocator is emptied between arms, so that peaks do not depend on the arm before.  With the
+environment variable ``GPU_LOCK`` naming a file, timed steps of several processes take turns on it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from offplan.budget import Aim, Budget, Outlooks
+from offplan.costs import op_times_ms, profile_for
+from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES
+from offplan.errors import UsageError
+from offplan.plan import Draft, Plan
+from offplan.replay.arm import DrawnOn
+from offplan.replay.compiled import Replay, build_real, loss_of
+from offplan.replay.fingerprint import fingerprints
+from offplan.replay.gauge import CpuGauge, CudaGauge
+from offplan.replay.optimes import measured_op_times
+
+WARM_UP = 2
+
+
+class Arms:
+    """A model on a device, and the graphs of its step, traced by a first arm without a plan."""
+
+    def __init__(self, spec: str, params: dict[str, str], device: str, steps: int) -> None:
+        self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        self.steps = steps
+        torch.manual_seed(0)
+        start = time.perf_counter()
+        with DrawnOn(self.device):
+            self.target = build_real(spec, params, self.device)
+        self.build_s = time.perf_counter() - start
+        self.reference: list[Any] | None = None
+        self.op_ms: dict[str, float] = {}
+        self.facts: Any = None
+
+    def no_plan(self) -> dict[str, Any]:
+        """The arm without a plan; afterwards ``facts`` and measured op times are known."""
+        return self.measure(None)
+
+    def draft(self, rules: str = DEFAULT_RULES) -> Draft:
+        return Draft(self.facts, rules, DEFAULT_MIN_BYTES)  # type: ignore[arg-type]
+
+    def outlooks(self, draft: Draft, budget: Budget | None = None) -> Outlooks:
+        return Outlooks(self.facts, draft.moves, Aim(budget=budget, op_ms=self.op_ms))
+
+    def plan(self, budget: Budget | None, rules: str = DEFAULT_RULES) -> Plan:
+        draft = self.draft(rules)
+        return draft.plan(self.outlooks(draft, budget).outlook(), budget)
+
+    def roofline_ms(self) -> float | None:
+        """The step without a plan, from the shipped profile alone."""
+        try:
+            return sum(op_times_ms(self.facts, profile_for(self.facts.gpu)))
+        except UsageError:
+            return None
+
+    def measure(self, plan: Plan | None) -> dict[str, Any]:
+        """Peaks and times of the arm with ``plan``, beside what was predicted."""
+        self._empty()
+        with Replay(self.target, plan, device=self.device, timing=True) as replay:
+            found = self._steps(replay)
+            if self.facts is None:
+                self.facts = replay.facts
+                with _alone():
+                    self._reset(0)
+                    self.op_ms = measured_op_times(replay)
+        self._reset(0)
+        return found if plan is None else self.beside(found, plan)
+
+    @staticmethod
+    def beside(found: dict[str, Any], plan: Plan) -> dict[str, Any]:
+        """What was measured, with what ``plan`` predicts and how far off that is."""
+        found = {**found, "predicted": _predicted(plan)}
+        return {**found, "off": _off(found)}
+
+    def _steps(self, replay: Replay) -> dict[str, Any]:
+        gauge = CudaGauge(self.device) if self.device.type == "cuda" else CpuGauge()
+        gauge.settle(self.target)
+        readings, bits = [], []
+        for number in range(WARM_UP + self.steps):
+            self._reset(number)
+            if number < WARM_UP:
+                readings.append(_step(gauge, replay))
+            else:
+                with _alone():
+                    readings.append(_step(gauge, replay))
+            if number < WARM_UP:
+                bits.append(self._bits())
+        same = self.reference is None or bits == self.reference
+        self.reference = self.reference or bits
+        steady = readings[WARM_UP:]
+        times = [reading.forward_ms + reading.backward_ms for reading in steady]
+        stats = replay.stats()
+        return {
+            "peak_allocated_bytes": max(r.peak_allocated_bytes for r in steady),
+            "peak_reserved_bytes": max(r.peak_reserved_bytes or 0 for r in steady),
+            "forward_end_bytes": max(r.forward_end_bytes for r in steady),
+            "step_ms": statistics.median(times),
+            "forward_ms": statistics.median(r.forward_ms for r in steady),
+            "backward_ms": statistics.median(r.backward_ms for r in steady),
+            "samples_ms": times,
+            "moved_bytes": stats.offloaded_bytes // len(readings),
+            "same_bits": same,
+        }
+
+    def _bits(self) -> list[Any]:
+        found = fingerprints(("gradient", name, p.grad) for name, p in self._gradients())
+        return [each.bits for each in found]
+
+    def _gradients(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        named = self.target.model.named_parameters()
+        return ((name, p) for name, p in named if p.grad is not None)
+
+    def _reset(self, seed: int) -> None:
+        self.target.model.zero_grad(set_to_none=True)
+        torch.manual_seed(seed)
+
+    def _empty(self) -> None:
+        self._reset(0)
+        gc.collect()
+        if self.device.type == "cuda":
+            # An arm begins as a process does: without the workspaces of the arms before.
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+
+
+def _step(gauge: Any, replay: Replay) -> Any:
+    with gauge.watching():
+        gauge.begin()
+        loss = loss_of(replay.forward())
+        gauge.forward_ended()
+        loss.backward()
+        return gauge.ended()
+
+
+def _predicted(plan: Plan) -> dict[str, Any]:
+    found, when = plan.predicted.plan, plan.predicted.time
+    return {
+        "budget_bytes": plan.budget,
+        "floor_bytes": plan.predicted.floor_bytes,
+        "peak_allocated_bytes": found.peak_bytes,
+        "peak_reserved_bytes": found.reserved_bytes,
+        "forward_end_bytes": found.forward_end_bytes,
+        "step_ms": when.step_ms if when else None,
+        "least_step_ms": when.least_ms if when else None,
+        "moved_bytes": sum(transfer.transfer_bytes for transfer in plan.transfers),
+    }
+
+
+def _off(found: dict[str, Any]) -> dict[str, float]:
+    """By what share of the measured value the predicted one is over it."""
+    names = ("peak_allocated_bytes", "peak_reserved_bytes", "forward_end_bytes", "step_ms")
+    predicted = found["predicted"]
+    return {
+        name: predicted[name] / found[name] - 1 for name in names if predicted[name] and found[name]
+    }
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """The GPU to this process, where several share it."""
+    path = os.environ.get("GPU_LOCK")
+    if path is None:
+        yield
+        return
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+def link_speed(device_name: str) -> dict[str, Any]:
+    """Bandwidth of pinned copies, each way alone: the best of ten of 2 GB."""
+    if device_name == "cpu":
+        return {"d2h_bytes_per_s": 10**10, "h2d_bytes_per_s": 10**10}
+    size_bytes = 2 * 1000**3
+    host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
+    return {
+        "d2h_bytes_per_s": size_bytes / _best_s(lambda: host.copy_(device, non_blocking=True)),
+        "h2d_bytes_per_s": size_bytes / _best_s(lambda: device.copy_(host, non_blocking=True)),
+    }
+
+
+def _best_s(copy: Callable[[], Any]) -> float:
+    best_ms = float("inf")
+    for _ in range(10):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        copy()
+        ended.record()
+        torch.cuda.synchronize()
+        best_ms = min(best_ms, begun.elapsed_time(ended))
+    return best_ms / 1000
