@@ -24,7 +24,7 @@ import msgspec
 from offplan.costs import DeviceProfile, op_times_ms, profile_for
 from offplan.errors import BudgetError, UsageError
 from offplan.graph import GraphFacts
-from offplan.memory import Conditions, Prediction, predict, timeline
+from offplan.memory import Conditions, Memory, Prediction
 from offplan.planner import Costs, Planned, Planner
 from offplan.schedule import Rates
 from offplan.transfers import Move, Transfer
@@ -181,10 +181,11 @@ class Outlooks:
         times = op_times_ms(facts, self.profile or profile_for(NOMINAL), aim.op_ms)
         link = self.profile or profile_for(NOMINAL)
         rates = Rates(link.d2h_bytes_per_s, link.h2d_bytes_per_s, link.copy_latency_s)
-        memory = timeline(facts, aim.conditions)
-        self.resting_bytes = memory.resting_bytes
-        self.planner = Planner(facts, movable, memory, Costs(times, rates), aim.host_bytes)
-        self.no_plan = predict(facts, (), aim.conditions)
+        self.memory = Memory(facts, aim.conditions)
+        without = self.memory.timeline()
+        self.resting_bytes = without.resting_bytes
+        self.planner = Planner(facts, movable, without, Costs(times, rates), aim.host_bytes)
+        self.no_plan = self.memory.predict(())
         self._floor: tuple[Planned, Prediction] | None = None
 
     def _shipped_profile(self) -> DeviceProfile | None:
@@ -257,7 +258,9 @@ class Outlooks:
 
         if excess_bytes(self.no_plan) <= 0:
             return self.planner.plan(self.planner.peak_bytes), self.no_plan
-        inner = min(limit, self.planner.peak_bytes)
+        # What blocks add without a plan is the best guess of what they add with one.
+        rounding_bytes = max(0, self.no_plan.peak_bytes - self.planner.peak_bytes)
+        inner = min(limit, self.planner.peak_bytes) - rounding_bytes
         for _ in range(_ATTEMPTS):
             if inner <= self.planner.floor_bytes:
                 break
@@ -291,7 +294,7 @@ class Outlooks:
         )
 
     def _predict(self, planned: Planned) -> Prediction:
-        return predict(self.facts, planned.transfers, self.aim.conditions)
+        return self.memory.predict(planned.transfers) if planned.transfers else self.no_plan
 
     def _outlook(
         self,

@@ -109,26 +109,43 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     largest: tuple[LargeStorage, ...]
 
 
+class Memory:
+    """Memory of one step, which is read once for any number of questions."""
+
+    def __init__(self, facts: GraphFacts, conditions: Conditions = ALONE) -> None:
+        self._step = _Step(facts, conditions)
+
+    def timeline(self) -> Timeline:
+        """Memory without a plan."""
+        step = self._step
+        return Timeline(step.during(step.allocations), step.last_ops(), step.resting_bytes)
+
+    def curve(self, transfers: Sequence[Transfer]) -> tuple[int, ...]:
+        """Bytes during each op under ``transfers``."""
+        return self._step.during(self._step.under(transfers))
+
+    def predict(self, transfers: Sequence[Transfer]) -> Prediction:
+        """The peak under ``transfers``."""
+        return _predicted(self._step, self._step.under(transfers))
+
+
 def timeline(facts: GraphFacts, conditions: Conditions = ALONE) -> Timeline:
     """Memory of ``facts`` without a plan."""
-    step = _Step(facts, conditions)
-    return Timeline(step.during(step.allocations), step.last_ops(), step.resting_bytes)
+    return Memory(facts, conditions).timeline()
 
 
 def curve(
     facts: GraphFacts, transfers: Sequence[Transfer], conditions: Conditions = ALONE
 ) -> tuple[int, ...]:
     """Bytes during each op under ``transfers``."""
-    step = _Step(facts, conditions)
-    return step.during(step.under(transfers))
+    return Memory(facts, conditions).curve(transfers)
 
 
 def predict(
     facts: GraphFacts, transfers: Sequence[Transfer], conditions: Conditions = ALONE
 ) -> Prediction:
     """The peak under ``transfers``."""
-    step = _Step(facts, conditions)
-    return _predicted(step, step.under(transfers))
+    return Memory(facts, conditions).predict(transfers)
 
 
 # --- a step ---------------------------------------------------------------------------------------

@@ -59,7 +59,11 @@ TABLE = {
     "offplan.costs": Allowed("errors units files gpus graph roofline"),
     "offplan.curve": Allowed(),
     "offplan.schedule": Allowed("transfers"),
-    "offplan.planner": Allowed("errors units graph transfers allocator memory curve schedule"),
+    "offplan.windows": Allowed("allocator curve graph transfers"),
+    "offplan.choices": Allowed("curve graph transfers windows"),
+    "offplan.planner": Allowed(
+        "errors units graph transfers memory curve schedule windows choices"
+    ),
     "offplan.budget": Allowed("errors units graph transfers memory costs schedule planner"),
     # make_plan calls the planner; check_plan, which proves what it made, must not (tested below).
     "offplan.plan": Allowed(
@@ -287,7 +291,9 @@ def reached_names(source: str, start: str) -> set[str]:
 
 
 # What decides which storages move, and when.
-PLANNING = {f"offplan.{name}" for name in ("planner", "budget", "schedule", "curve")}
+PLANNING = {
+    f"offplan.{name}" for name in ("planner", "windows", "choices", "budget", "schedule", "curve")
+}
 
 
 def is_record(definition: ast.stmt) -> bool:
