@@ -14,6 +14,7 @@ from offplan.costs import (
     DeviceProfile,
     LinkRate,
     Versions,
+    as_in_a_step,
     device_times_ms,
     find_profile,
     load_profile,
@@ -271,3 +272,19 @@ def test_no_op_has_a_negative_time():
 def test_an_op_can_be_keyed_whatever_its_target():
     facts = _chain(1, 4)
     assert op_key(facts, Op("x", "operator.add")) == "operator.add()"
+
+
+def test_times_alone_are_scaled_to_what_a_step_takes() -> None:
+    facts = FactsBuilder()
+    region = facts.region()
+    value = region.input("x", (1000, 1000))
+    for _ in range(5):
+        value = region.op("aten.relu.default", [value], (1000, 1000), "float32")
+    region.save(value)
+    built = facts.build()
+    alone = {op_key(built, op): 100.0 for op in timeline(built)}
+    step_ms = sum(op_times_ms(built, ROUND, alone))
+    slower = as_in_a_step(built, ROUND, alone, 1.05 * step_ms)
+    assert sum(op_times_ms(built, ROUND, slower)) == pytest.approx(1.05 * step_ms, rel=1e-3)
+    # Twice as long is not the clock's doing.
+    assert as_in_a_step(built, ROUND, alone, 2 * step_ms) == alone

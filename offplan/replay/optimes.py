@@ -9,7 +9,8 @@
     run counts.  Ops that write their inputs, views, and ops that do not fit into memory a second
     time are left out: their times come from the roofline.
 3.  On the GPU a run is timed between events, behind a computation that keeps the device busy until
-    it is issued, less what two events take with nothing between them.
+    it is issued, less what two events take with nothing between them.  All are then scaled to what
+    whole steps take (``costs.as_in_a_step``).
 4.  The *cache* is one file for each GPU and version of torch, under the user's cache directory.  It
     is written whole, after what others have added since is read again, so that processes at the
     same time can lose each other's last measurements, but never break the file.
@@ -20,6 +21,7 @@ Random-number state is as it was after a measurement; gradients accumulate as in
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -29,8 +31,8 @@ from typing import Any
 import msgspec
 import torch
 
-from offplan.costs import op_key
-from offplan.errors import OutputError
+from offplan.costs import as_in_a_step, op_key, profile_for
+from offplan.errors import OutputError, UsageError
 from offplan.files import FileKind, write_atomically
 from offplan.graph import GraphFacts, Op, Value, timeline
 from offplan.replay.compiled import Replay, loss_of
@@ -40,6 +42,7 @@ from offplan.trace._torch import OpOverload, TorchDispatchMode, tree_leaves
 TIMES_FILE = FileKind("a file of op times", b'{"op_times_of":')
 
 _RUNS = 5
+_STEPS = 5
 
 Run = Callable[[], Any]
 # The seconds of one run.
@@ -72,7 +75,26 @@ def measured_op_times(
         _Stopwatch(replay.facts, dict(known or {}), timed) as found,
     ):
         loss_of(replay.forward()).backward()
-    return found.times_ms
+    if replay.device.type != "cuda":
+        return found.times_ms
+    try:
+        profile = profile_for(replay.facts.gpu)
+    except UsageError:
+        return found.times_ms
+    return as_in_a_step(replay.facts, profile, found.times_ms, _step_ms(replay))
+
+
+def _step_ms(replay: Replay) -> float:
+    """The median of some steps, between events on the compute stream."""
+    times = []
+    for _ in range(_STEPS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        replay.step()
+        end.record()
+        torch.cuda.synchronize(replay.device)
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
 
 
 def timeable_keys(facts: GraphFacts) -> set[str]:
