@@ -1,18 +1,23 @@
 """Several plans of one model measured in one process, which builds the model once.
 
 The allocator is emptied between arms, so that peaks do not depend on the arm before.  With the
-environment variable ``GPU_LOCK`` naming a file, timed steps of several processes take turns on it.
+environment variable ``GPU_LOCK`` naming a file, timed steps of several processes take turns on it;
+with ``ALLOCATOR_EVENTS`` naming a folder, the allocator's own events of one more step of each arm
+are kept there, to be laid beside a prediction that is off.
 """
 
 from __future__ import annotations
 
 import fcntl
 import gc
+import gzip
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +26,8 @@ from offplan.budget import Aim, Budget, Outlooks
 from offplan.costs import op_times_ms, profile_for
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES
 from offplan.errors import UsageError
-from offplan.plan import Draft, Plan
+from offplan.graph import save_graph
+from offplan.plan import Draft, Plan, dump_plan
 from offplan.replay.arm import DrawnOn
 from offplan.replay.compiled import Replay, build_real, loss_of
 from offplan.replay.fingerprint import fingerprints
@@ -43,6 +49,8 @@ class Arms:
             self.target = build_real(spec, params, self.device)
         self.build_s = time.perf_counter() - start
         self.reference: list[Any] | None = None
+        words = [spec.split(":")[-1].split("/")[-1], *(f"{k}-{v}" for k, v in params.items())]
+        self.name, self.arm_count = "-".join(words), 0
         self.op_ms: dict[str, float] = {}
         self.facts: Any = None
 
@@ -72,6 +80,7 @@ class Arms:
         self._empty()
         with Replay(self.target, plan, device=self.device, timing=True) as replay:
             found = self._steps(replay)
+            self._keep_events(replay, plan)
             if self.facts is None:
                 self.facts = replay.facts
                 with _alone():
@@ -115,6 +124,32 @@ class Arms:
             "moved_bytes": stats.offloaded_bytes // len(readings),
             "same_bits": same,
         }
+
+    def _keep_events(self, replay: Replay, plan: Plan | None) -> None:
+        folder = os.environ.get("ALLOCATOR_EVENTS")
+        if folder is None or self.device.type != "cuda":
+            return
+        self._reset(0)
+        torch.cuda.synchronize()
+        torch.cuda.memory._record_memory_history(context=None, max_entries=10**6)
+        replay.step()
+        torch.cuda.synchronize()
+        found = torch.cuda.memory._snapshot()
+        torch.cuda.memory._record_memory_history(enabled=None)
+        self.arm_count += 1
+        path = Path(folder) / f"{self.name}-{self.arm_count}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        events = [
+            (event["action"], event.get("addr", 0), event["size"])
+            for event in found["device_traces"][0]
+        ]
+        with gzip.open(f"{path}.json.gz", "wt", compresslevel=3) as output:
+            json.dump({"events": events}, output)
+        if plan is not None:
+            Path(f"{path}.plan.yaml.gz").write_bytes(gzip.compress(dump_plan(plan), 3))
+        elif replay.facts is not None:
+            graph = gzip.compress(save_graph(replay.facts), 3)
+            Path(f"{path}.graph.json.gz").write_bytes(graph)
 
     def _bits(self) -> list[Any]:
         found = fingerprints(("gradient", name, p.grad) for name, p in self._gradients())
