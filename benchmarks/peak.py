@@ -111,6 +111,9 @@ def _met(arms: Sequence[dict[str, Any]]) -> dict[str, bool]:
     }
 
 
+_BITS = {True: "same", False: "differ", None: "do not repeat"}
+
+
 def _line(arm: dict[str, Any]) -> str:
     off = {name: f"{value:+.2%}" for name, value in arm.get("off", {}).items()}
     cells = (
@@ -120,7 +123,7 @@ def _line(arm: dict[str, Any]) -> str:
         f"reserved {off.get('peak_reserved_bytes', ''):>8}",
         f"step {arm['step_ms']:7.1f} ms {off.get('step_ms', ''):>8}",
         f"moved {arm['moved_bytes'] / 1e9:6.2f} GB",
-        f"bits {'same' if arm['same_bits'] else 'differ'}",
+        f"bits {_BITS[arm['same_bits']]}",
     )
     return "  ".join(cells)
 
@@ -179,7 +182,7 @@ def _against_bounds(found: dict[str, Any]) -> dict[str, Any]:
         "at 90 to 60%: faster than saved first, moved first": all(
             share > 1 for share in faster.values()
         ),
-        "bits are the same": all(arm["same_bits"] for arm in found["arms"]),
+        "bits are the same": all(arm["same_bits"] is not False for arm in found["arms"]),
         **_met(found["arms"]),
     }
     result = {**found, "over_bound": over, "faster_than_naive": faster}
