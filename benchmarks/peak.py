@@ -14,11 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import msgspec  # noqa: E402
-from machine import describe_machine  # noqa: E402
+from machine import Results  # noqa: E402
 from models import MODELS  # noqa: E402
 
 from offplan.budget import EVERYTHING, FLOOR, Budget, Outlook, of_bytes  # noqa: E402
@@ -412,35 +410,9 @@ def main() -> None:
     if options.benchmark == "child":
         child(options)
         return
-    machine = describe_machine()
-    if options.device == "cuda" and "gpu" not in machine:
-        raise SystemExit("there is no GPU here; --device cpu --small tries the script out")
-    options.out.mkdir(parents=True, exist_ok=True)
-    name = machine["gpu"] if options.device == "cuda" else "cpu"
-    name = re.sub(r"^nvidia-", "", name.lower().replace(" ", "-"))
-    path = options.out / f"{name}-peak-{options.benchmark}.json"
-    start = time.perf_counter()
-    lock = threading.Lock()
-
-    def keep(found: dict[str, Any]) -> None:
-        """Write what there is so far: a run that is cut off has not been for nothing."""
-        result = {
-            "command": f"python benchmarks/peak.py {options.benchmark}",
-            "machine": machine,
-            "wall_s": round(time.perf_counter() - start, 1),
-            **found,
-        }
-        with lock:
-            path.write_text(json.dumps(result, indent=2) + "\n")
-
+    results = Results("peak", options.benchmark, options.device, options.out)
     measure = {"models": measure_models, "slice": measure_slice}[options.benchmark]
-    found = measure(options, keep)
-    keep(found)
-    print(f"wrote {path.name}")
-    for what, met in found["met"].items():
-        print(f"{'met' if met else 'MISSED':7} {what}")
-    if not found["ok"]:
-        raise SystemExit(3)
+    results.close(measure(options, results.keep))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from machine import describe_machine
+from machine import Results
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -295,24 +294,8 @@ def main() -> None:
     if options.benchmark == "child":
         child(options)
         return
-    machine = describe_machine()
-    if options.device == "cuda" and "gpu" not in machine:
-        raise SystemExit("there is no GPU here; --device cpu --small tries the script out")
-    start = time.perf_counter()
-    found = BENCHMARKS[options.benchmark](options)
-    wall_s = round(time.perf_counter() - start, 1)
-    name = machine["gpu"] if options.device == "cuda" else "cpu"
-    name = re.sub(r"^nvidia-", "", name.lower().replace(" ", "-"))
-    path = options.out / f"{name}-replay-{options.benchmark}.json"
-    options.out.mkdir(parents=True, exist_ok=True)
-    command = f"python benchmarks/replay.py {options.benchmark}"
-    result = {"command": command, "machine": machine, "wall_s": wall_s, **found}
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"wrote {path}")
-    for what, met in found.get("met", {}).items():
-        print(f"{'met' if met else 'MISSED':7} {what}")
-    if not found["ok"]:
-        raise SystemExit(3)
+    results = Results("replay", options.benchmark, options.device, options.out)
+    results.close(BENCHMARKS[options.benchmark](options))
 
 
 if __name__ == "__main__":
