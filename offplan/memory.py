@@ -20,6 +20,7 @@ Pure.  Takes time in proportion to ops.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -28,7 +29,7 @@ from typing import Literal, NamedTuple, get_args
 import msgspec
 
 from offplan.allocator import Block, CachingAllocator, charged_bytes
-from offplan.graph import GraphFacts, ModelTensor, StorageId
+from offplan.graph import GraphFacts, ModelTensor, Op, StorageId
 from offplan.graph import timeline as ops_of
 from offplan.lifetimes import Held, lifetimes
 from offplan.transfers import DEVICE_ALIGNMENT_BYTES, Transfer
@@ -48,7 +49,7 @@ Part = Literal[
     "rounding",
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
-LARGEST_COUNT = 10
+LARGEST_COUNT = 8
 
 # Steps that run before the one whose peak is read.  The first one begins without the libraries'
 # workspaces; from the third on, the allocator's blocks repeat.
@@ -85,18 +86,27 @@ class Timeline:
     resting_bytes: int
 
 
-class LargeStorage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One of the largest storages at the peak."""
+class LargeStorage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """``count`` storages at the peak that are alike, of ``size_bytes`` each.
+
+    They count as ``part`` and were made by ``op``, at ``source``; ``storage`` and ``module`` are
+    those of the first one.
+    """
 
     storage: StorageId
     size_bytes: int
+    part: Part
+    count: int = 1
+    op: str = ""
+    module: str = ""
+    source: str = ""
 
 
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The peak of a step: ``parts`` sum to ``peak_bytes``, in the op with index ``op``.
 
-    ``forward_end_bytes`` are allocated when the loss is there.  ``largest`` has saved and temporary
-    storages only, largest first.
+    ``forward_end_bytes`` are allocated when the loss is there.  ``largest`` has what ops made only,
+    those first that take the most together.
     """
 
     peak_bytes: int
@@ -105,6 +115,8 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     op: int
     op_name: str
     op_target: str
+    op_module: str
+    op_source: str
     parts: dict[Part, int]
     largest: tuple[LargeStorage, ...]
 
@@ -354,7 +366,6 @@ def _predicted(step: _Step, allocations: Sequence[_Allocation]) -> Prediction:
     parts["workspace"] += sum(size for _, size in step.libraries)
     parts["workspace"] += step.temporary_bytes(moment, int)
     parts["rounding"] = peaks.allocated_bytes - sum(parts.values())
-    sized = sorted((-item.size_bytes, item.storage) for item in there if item.storage is not None)
     index = step.found.moments.ops[moment]
     op = step.ops[index] if step.ops else None
     return Prediction(
@@ -364,9 +375,56 @@ def _predicted(step: _Step, allocations: Sequence[_Allocation]) -> Prediction:
         op=index,
         op_name=op.name if op else "",
         op_target=op.target if op else "",
+        op_module=op.module if op else "",
+        op_source=op.source if op else "",
         parts=parts,
-        largest=tuple(LargeStorage(storage, -size) for size, storage in sized[:LARGEST_COUNT]),
+        largest=tuple(_largest(step, there, moment)),
     )
+
+
+class _Kind(NamedTuple):
+    """What makes storages alike."""
+
+    size_bytes: int
+    part: Part
+    op: str
+    source: str
+
+
+def _largest(step: _Step, there: Sequence[_Allocation], moment: int) -> Iterator[LargeStorage]:
+    """What takes the most of ``there``, storages that are alike together."""
+    makers = _makers(step, {item.storage for item in there if item.storage is not None})
+    alike: dict[_Kind, list[StorageId]] = defaultdict(list)
+    for item in there:
+        if item.storage is not None and item.size_bytes:
+            op = makers.get(item.storage)
+            target, source = (op.target, op.source) if op else ("", "")
+            kind = _Kind(item.size_bytes, item.part_at(moment), target, source)
+            alike[kind].append(item.storage)
+    rows = sorted(alike.items(), key=lambda row: (-row[0].size_bytes * len(row[1]), row[1][0]))
+    for kind, storages in rows[:LARGEST_COUNT]:
+        first = makers.get(storages[0])
+        yield LargeStorage(
+            storage=storages[0],
+            size_bytes=kind.size_bytes,
+            part=kind.part,
+            count=len(storages),
+            op=kind.op,
+            module=first.module if first else "",
+            source=kind.source,
+        )
+
+
+def _makers(step: _Step, storages: set[StorageId]) -> dict[StorageId, Op]:
+    """The op that made each of ``storages``."""
+    values = step.facts.values
+    makers: dict[StorageId, Op] = {}
+    for op in step.ops:
+        for value in op.outputs:
+            storage = values[value].storage
+            if storage in storages and storage not in makers:
+                makers[storage] = op
+    return makers
 
 
 def _summed(step: _Step, allocations: Sequence[_Allocation]) -> _Peaks:

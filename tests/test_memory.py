@@ -514,8 +514,14 @@ def test_the_parts_of_the_peak_sum_to_it(case: tuple[GraphFacts, list[Transfer]]
     assert set(found.parts) == set(PARTS)
     assert min(found.parts.values()) >= 0
     assert found.reserved_bytes >= found.peak_bytes >= found.forward_end_bytes
-    sizes = [item.size_bytes for item in found.largest]
+    sizes = [item.count * item.size_bytes for item in found.largest]
     assert sizes == sorted(sizes, reverse=True)
+    for part in PARTS:
+        # There can be more of a part than the largest of it, and never less.
+        assert (
+            sum(i.count * i.size_bytes for i in found.largest if i.part == part)
+            <= (found.parts[part])
+        )
     if facts.device == "cpu" and facts.op_count:
         assert found.peak_bytes == max(Oracle(facts, transfers).by_op())
         assert found.parts["rounding"] == found.parts["workspace"] == 0

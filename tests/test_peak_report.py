@@ -39,6 +39,8 @@ def prediction(op: int, target: str, reserved_bytes: int, ended_bytes: int, **pa
         op=op,
         op_name=f"op_{op}",
         op_target=target,
+        op_module="",
+        op_source="",
         parts=every,
         largest=(),
     )

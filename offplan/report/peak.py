@@ -15,13 +15,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from offplan.budget import CurvePoint, Predicted, PredictedTime
-from offplan.memory import PARTS, Prediction
-from offplan.report.document import Block, Heading, Paragraph, Table
+from offplan.memory import PARTS, LargeStorage, Prediction
+from offplan.report.document import Block, Heading, Item, Listing, Paragraph, Table
 from offplan.units import format_size
 
 # Sizes that print as they are typed.
 _DECIMAL = re.compile(r"[\d. ]+([kMGT]?B)?", re.IGNORECASE)
 _BAR_WIDTH = 20
+_LARGEST_SHOWN = 5
 _BAR = "█"
 
 
@@ -47,6 +48,8 @@ def predicted_blocks(predicted: Predicted, asked: Asked, moved: Moved) -> Iterat
     yield Paragraph(tuple(_lines(predicted, asked, moved)))
     yield Heading("What the predicted peak is made of")
     yield _parts_table(predicted, moved)
+    if predicted.plan.largest:
+        yield _largest(predicted.plan.largest)
 
 
 def curve_blocks(curve: Sequence[CurvePoint]) -> Iterator[Block]:
@@ -191,7 +194,23 @@ def _share(value: float) -> str:
 
 
 def _where(found: Prediction) -> str:
-    return f"reached in {found.op_target}, op {found.op:,}"
+    module = f" in {found.op_module}" if found.op_module else ""
+    source = f" ({found.op_source})" if found.op_source else ""
+    return f"reached in {found.op_target}{module}{source}, op {found.op:,}"
+
+
+def _largest(rows: Sequence[LargeStorage]) -> Listing:
+    """What takes the most at the peak, storages that are alike together."""
+    items = []
+    for row in rows[:_LARGEST_SHOWN]:
+        times = f"{row.count:,} x {format_size(row.size_bytes)}, " if row.count > 1 else ""
+        module = f" in {row.module}" if row.module else ""
+        others = " and others" if row.count > 1 and module else ""
+        made = f"{row.op}{module}{others}" if row.op else "a graph input"
+        source = f" ({row.source})" if row.source else ""
+        said = f"{times}{row.part.replace('_', ' ')}: {made}{source}"
+        items.append(Item((format_size(row.count * row.size_bytes), said), ()))
+    return Listing(tuple(items), numeric=frozenset((0,)))
 
 
 def _parts_table(predicted: Predicted, moved: Moved) -> Table:
