@@ -27,12 +27,12 @@ from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES, RuleSet
 from offplan.errors import OffplanError, UsageError
 from offplan.files import GRAPH_FILE, PLAN_FILE, check_writable, write_atomically
 from offplan.graph import GraphFacts, Partitioner, TargetRef, load_graph, save_graph
-from offplan.measured import MEASURED_FILE, write_measurement
+from offplan.measured import MEASURED_FILE, HostLimits, write_measurement
 from offplan.memory import Conditions
 from offplan.plan import Draft, Plan, load_plan, write_plan
 from offplan.progress import Progress
 from offplan.report import Timing, analyze_report, render_analyze, render_gate
-from offplan.report.device import render_device
+from offplan.report.device import render_device, render_host
 from offplan.report.run import render_run, run_report
 from offplan.units import format_binary, parse_size
 
@@ -140,6 +140,13 @@ OpTimes = Annotated[
 ]
 HostBudget = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Most host memory that may be taken.")
+]
+Pin = Annotated[
+    Literal["register", "torch", "off", "auto"],
+    typer.Option(
+        help="How host memory is pinned: pages of our own, torch's allocator, not at all, or the "
+        "first of them that works."
+    ),
 ]
 ShowTraceback = Annotated[
     bool, typer.Option("--traceback", help="Print a Python traceback with an error.")
@@ -338,6 +345,14 @@ def run(
         typer.Option("--verify/--no-verify", help="Compare losses and gradients, bit for bit."),
     ] = True,
     host_budget: HostBudget = None,
+    pin: Pin = "register",
+    engine: Annotated[
+        Literal["compiled", "hooks"],
+        typer.Option(
+            help="What moves: a replay of the plan, or eager training under saved-tensor hooks, "
+            "measured beside it."
+        ),
+    ] = "compiled",
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Also write the measurement (JSON)."),
@@ -364,8 +379,9 @@ def run(
         profile=_profile(profile),
         host_budget_bytes=host_bytes,
         measured_op_times=op_times == "measured",
+        pin=pin,
     )
-    options = RunOptions(steps, repeat, verify, host_bytes)
+    options = RunOptions(steps, repeat, verify, host_bytes, pin, engine)
     if output is not None:
         check_writable(output, MEASURED_FILE)
     with Progress() as progress:
@@ -393,9 +409,18 @@ def device(
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Also write the profile (YAML)."),
     ] = None,
+    pin: Pin = "register",
+    host: Annotated[
+        bool,
+        typer.Option("--host", help="Show only what limits host memory; this needs no GPU."),
+    ] = False,
     max_pin: Annotated[
-        str, typer.Option(metavar="SIZE", help="Most host memory that is pinned, as a trial.")
-    ] = "16GiB",
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most host memory that is pinned, as a trial; 16GiB, or 1GiB without a GPU.",
+        ),
+    ] = None,
     format: Annotated[
         Literal["text", "json", "markdown"], typer.Option(help="How to print the profile.")
     ] = "text",
@@ -403,28 +428,44 @@ def device(
 ) -> None:
     """Measure the GPU here: its link, pinning, compute, and whether copies and compute overlap.
 
-    The profile is what plans for this GPU are made with: --profile FILE.  Exit code 3 if copies and
+    The profile is what plans for this GPU are made with: --profile FILE.  What limits the host
+    memory that can be pinned is shown with it, or alone (--host).  Exit code 3 if copies and
     compute do not keep their order.
     """
-    max_pin_bytes = parse_size(max_pin)
+    max_pin_bytes = None if max_pin is None else parse_size(max_pin)
     if max_pin_bytes == 0:
         raise UsageError(f"--max-pin {max_pin}: pinning nothing measures nothing")
+    if host:
+        if show is not None or output is not None:
+            raise UsageError("--host is about this machine: it takes no PROFILE and writes none")
+        typer.echo(render_host(_host_limits(max_pin_bytes), format, _width()), nl=False)
+        return
     if output is not None:
         check_writable(output, PROFILE_FILE)
+    limits: HostLimits | None = None
     if show is not None:
         found = find_profile(show)
     else:
-        from offplan.replay.probe import measure_device
+        from offplan.replay.probe import measure_with_limits
 
         with Progress() as progress:
-            found = measure_device(progress.phase, max_pin_bytes=max_pin_bytes)
+            found, limits = measure_with_limits(
+                progress.phase, max_pin_bytes=max_pin_bytes, pin=pin
+            )
     if output is not None:
         save_profile(output, found)
-    typer.echo(render_device(found, format, _width()), nl=False)
+    typer.echo(render_device(found, format, _width(), limits), nl=False)
     if output is not None:
         typer.echo(f"wrote {output}", err=True)
     if found.ordering_ok is False:
         raise typer.Exit(3)
+
+
+def _host_limits(max_pin_bytes: int | None) -> HostLimits:
+    from offplan.replay.probe import host_limits
+
+    with Progress() as progress:
+        return host_limits(progress.phase, max_pin_bytes=max_pin_bytes)
 
 
 # --- from a request to a plan ---------------------------------------------------------------------

@@ -12,7 +12,9 @@
     ``end_bytes`` when the step is over: parameters, gradients, inputs and what the arm keeps.
 5.  The *parts* of a peak are counted in one further step, in which every storage is watched from
     the op that makes it to its end: see ``offplan.replay.parts``.
-6.  A *difference* is anything that verification found not to be as it has to be.  Bits of losses,
+6.  The *engine* is what moved: ``compiled`` replays a plan; ``hooks`` is eager training under
+    saved-tensor hooks, whose arms are ``no offload`` and ``hooks``, and beside them the replay.
+7.  A *difference* is anything that verification found not to be as it has to be.  Bits of losses,
     gradients and buffers are compared through checksums, arm against arm, step by step.
 
 Records are primitive facts; what they add up to is derived here, once, for every report.
@@ -32,11 +34,14 @@ from offplan.files import FileKind, write_atomically
 from offplan.graph import TargetRef
 from offplan.plan import Plan
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MEASURED_FILE = FileKind("an offplan measurement", b'{\n  "measured": {\n    "spec": ')
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
-Role = Literal["no plan", "plan", "control"]
+Role = Literal["no plan", "plan", "control", "no offload", "hooks"]
+Engine = Literal["compiled", "hooks"]
+# How host memory is made fit for copies (``replay.pinning``).
+PinName = Literal["torch", "register", "off", "auto"]
 Outcome = Literal["completed", "out of memory"]
 What = Literal[
     "loss",
@@ -68,6 +73,25 @@ class Machine(_Record, frozen=True, kw_only=True):
     used_bytes: Count = 0
     cuda: str = ""
     cudnn: str = ""
+
+
+class HostLimit(_Record, frozen=True, kw_only=True):
+    """One limit on host memory (``replay.limits``): what it leaves; None if it does not hold."""
+
+    name: Literal["free memory", "cgroup", "ulimit -l", "trial pin"]
+    left_bytes: Count | None = None
+    limit_bytes: Count | None = None
+    used_bytes: Count | None = None
+    where: str = ""
+    note: str = ""
+
+
+class HostLimits(_Record, frozen=True, kw_only=True):
+    """All of them, and mappings in use and allowed; None where that cannot be read."""
+
+    limits: tuple[HostLimit, ...] = ()
+    map_count: Count | None = None
+    max_map_count: Count | None = None
 
 
 class Planned(_Record, frozen=True):
@@ -148,16 +172,19 @@ class Arm(_Record, frozen=True, kw_only=True):
     """One arm.  ``rules`` and ``planned`` are of the plan that it replayed, None without one.
     ``expected`` is what was predicted, without a plan too.
 
-    ``build_s`` is what building the model took; the warm-up compiles it.
+    ``build_s`` is what building the model took; the warm-up compiles it.  ``pin`` is the backend
+    that pinned its host memory, empty where it had none.  ``engine`` is what ran the step.
     """
 
     role: Role
+    engine: Engine = "compiled"
     rules: RuleSet | None = None
     planned: Planned | None = None
     expected: Expected | None = None
     outcome: Outcome
     out_of_memory: OutOfMemory | None = None
     build_s: float
+    pin: str = ""
     steps: tuple[Step, ...] = ()
     parts: Parts | None = None
 
@@ -165,7 +192,14 @@ class Arm(_Record, frozen=True, kw_only=True):
     def name(self) -> str:
         if self.role == "plan" and self.rules is not None:
             return f"plan ({self.rules})"
-        return "no plan, again" if self.role == "control" else self.role
+        if self.role == "control":
+            return "no plan, again" if self.engine == "compiled" else "no offload, again"
+        return self.role
+
+    @property
+    def moves(self) -> bool:
+        """Whether it is there to move something."""
+        return self.role in ("plan", "hooks")
 
     @property
     def completed(self) -> bool:
@@ -283,6 +317,7 @@ class Measurement(_Record, frozen=True, kw_only=True):
     budget: Count | None
     asked: str = ""
     movable_bytes: Count
+    engine: Engine = "compiled"
     arms: tuple[Arm, ...]
     verification: Verification | None = None
     notes: tuple[str, ...] = ()
@@ -291,7 +326,7 @@ class Measurement(_Record, frozen=True, kw_only=True):
     def ok(self) -> bool:
         """Every check passed, the arms with a plan completed, and they kept to the budget."""
         verified = self.verification is None or self.verification.ok
-        completed = all(arm.completed for arm in self.arms if arm.role == "plan")
+        completed = all(arm.completed for arm in self.arms if arm.moves)
         return verified and completed and not self.over_budget_bytes
 
     @property
@@ -302,11 +337,15 @@ class Measurement(_Record, frozen=True, kw_only=True):
 
     @property
     def no_plan(self) -> Arm:
-        return next(arm for arm in self.arms if arm.role == "no plan")
+        """The arm that moves nothing."""
+        role = "no plan" if self.engine == "compiled" else "no offload"
+        return next(arm for arm in self.arms if arm.role == role)
 
     @property
     def plan(self) -> Arm:
-        """The arm of the plan's own rule set."""
+        """The arm that the report is about: of the plan's own rule set, or of the hooks."""
+        if self.engine == "hooks":
+            return next(arm for arm in self.arms if arm.role == "hooks")
         replayed = [arm for arm in self.arms if arm.role == "plan"]
         return next((arm for arm in replayed if arm.rules == self.rules), replayed[0])
 

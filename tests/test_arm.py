@@ -15,9 +15,12 @@ from offplan.budget import parse_budget
 from offplan.graph import GraphFacts
 from offplan.measured import planned
 from offplan.plan import Plan, make_plan, write_plan
+from offplan.replay import arm as arm_module
 from offplan.replay import fingerprint as fingerprint_module
 from offplan.replay.arm import DrawnOn, answer
 from offplan.replay.fingerprint import fingerprints
+from offplan.replay.layout import laid_out_bytes
+from offplan.replay.limits import HostMemoryError
 from offplan.replay.measure import without_transfers
 from offplan.replay.messages import Answer, ArmRequest, ArmResult, Failure, Fingerprint
 from offplan.replay.parts import PartsWatch
@@ -488,3 +491,59 @@ def test_a_gpu_that_is_nearly_full_gives_a_result(folder):
     assert arm.out_of_memory is not None
     assert arm.out_of_memory.during == "the backward of step 0"
     assert arm.out_of_memory.asked_bytes == 64 * MIB
+
+
+# --- host memory ----------------------------------------------------------------------------------
+
+
+def test_host_memory_that_cannot_be_had_ends_an_arm_before_its_model_is_built(folder, monkeypatch):
+    asked, built = [], []
+
+    def refuse(name: str, device: torch.device, asked_bytes: int) -> None:
+        asked.append((name, asked_bytes))
+        raise HostMemoryError("--pin torch cannot be used here: why", fix="--pin auto")
+
+    monkeypatch.setattr(arm_module, "choose", refuse)
+    monkeypatch.setattr(arm_module, "build_real", lambda *rest: built.append(rest))
+    plan = floor_plan()
+    found = answered(plan, pin="torch")
+    assert found == Failure(
+        exit_code=1, what="--pin torch cannot be used here: why", fix="--pin auto"
+    )
+    assert built == []
+    assert asked == [("torch", laid_out_bytes(plan.transfers))]
+    assert asked[0][1] > 0
+
+
+def test_host_memory_that_runs_out_is_not_taken_for_memory_of_the_device():
+    """CUDA says "out of memory" of both."""
+    error = HostMemoryError("host pinned memory")
+    error.__cause__ = RuntimeError("CUDA error: out of memory")
+    assert not arm_module._is_out_of_memory(error)
+    outer = RuntimeError("while compiling")
+    outer.__cause__ = error
+    assert not arm_module._is_out_of_memory(outer)
+    assert arm_module._is_out_of_memory(error.__cause__)
+
+
+# --- eager arms -----------------------------------------------------------------------------------
+
+
+def test_eager_arms_train_alike_and_only_one_of_them_moves_something(folder):
+    plan = without_transfers(floor_plan())
+    results = []
+    for role, is_enabled in (("no offload", False), ("hooks", True)):
+        found = answered(plan, engine="hooks", enabled=is_enabled, steps=2)
+        assert isinstance(found, ArmResult), found
+        arm = msgspec.structs.replace(found.arm, role=role, engine="hooks")
+        assert (arm.completed, arm.expected, arm.pin) == (True, None, "")
+        assert len(arm.steps) == 3
+        results.append(msgspec.structs.replace(found, arm=arm))
+    before, after = (result.arm for result in results)
+    assert before.to_host_bytes == before.host_bytes == 0
+    assert after.to_host_bytes > 0 < after.host_bytes
+    assert after.forward_end_bytes < before.forward_end_bytes
+    assert before.parts is not None
+    assert before.parts.peak_bytes == before.peak_allocated_bytes
+    found = verify(results)
+    assert (found.ok, found.compared) == (True, ("hooks",))

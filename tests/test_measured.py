@@ -183,9 +183,9 @@ def test_a_measurement_is_read_as_it_was_written(tmp_path):
         (b"", "is not an offplan measurement"),
         (b"[]", "is not an offplan measurement"),
         (b'{"schema_version": 99}', "schema version 99"),
-        (b'{"schema_version": 1, "device": "cpu"}', "schema version 1; this offplan reads 2"),
-        (b'{"schema_version": 2, "device": 3}', r"\$.device"),
-        (b'{"schema_version": 2}', "missing required field"),
+        (b'{"schema_version": 2, "device": "cpu"}', "schema version 2; this offplan reads 3"),
+        (b'{"schema_version": 3, "device": 3}', r"\$.device"),
+        (b'{"schema_version": 3}', "missing required field"),
         (b"\xff", "is not an offplan measurement"),
     ],
 )
@@ -537,3 +537,105 @@ def test_rule_sets_are_compared_row_by_row():
         "last-holder",
         "whole-storage",
     ]
+
+
+# --- host memory and engines ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pin", "words"),
+    [
+        ("register", "26.30 GB of host memory, pinned (register)"),
+        ("torch", "26.30 GB of host memory, pinned (torch)"),
+        ("off", "26.30 GB of host memory, pageable (--pin off)"),
+    ],
+)
+def test_the_report_says_how_host_memory_was_pinned(pin, words):
+    assert words in " ".join(printed(measurement(no_plan(), plan(pin=pin))).split())
+
+
+def eager(role: str, **changes: Any) -> Arm:
+    fields: dict[str, Any] = {"role": role, "engine": "hooks", "rules": None, "planned": None}
+    return (plan if role == "hooks" else no_plan)(**{**fields, **changes})
+
+
+HOOKS_REPORT = """\
+offplan run ok: model.py layers=8
+  measured on  cuda (NVIDIA H200), torch 2.14.1, eager, saved-tensor hooks
+  hooks        move saved storages from 5MiB
+  beside it    the plan, replayed: aot_eager graphs op by op, min-cut
+               partitioner, attention auto
+  plan         whole-storage, minimum 5MiB, budget 0: everything movable moves
+  arms         one process each; one warm-up step, then 3 steps
+
+Without offload and with it
+                  no offload     hooks      delta
+  peak allocated    47.90 GB  21.60 GB  -26.30 GB
+  peak reserved     49.00 GB  22.70 GB  -26.30 GB
+  end of forward    40.00 GB  13.70 GB  -26.30 GB
+  step              676.0 ms  994.0 ms  +318.0 ms
+  moved                  0 B  26.30 GB  +26.30 GB
+  no offload            steps of 675.0, 677.5, 676.0 ms
+  hooks                 steps of 994.0, 993.5, 1,001.0 ms; compute waited
+                        300.2 ms a step for transfers; 26.30 GB of host memory,
+                        pinned (register)
+  plan (whole-storage)  steps of 994.0, 993.5, 1,001.0 ms; compute waited
+                        300.2 ms a step for transfers; 26.30 GB of host memory
+
+Hooks and replay compared
+  arm                       peak     moved      step
+  no offload            47.90 GB       0 B  676.0 ms
+  hooks                 21.60 GB  26.30 GB  994.0 ms
+  plan (whole-storage)  21.60 GB  26.30 GB  994.0 ms
+
+Verified: same bits
+  same          losses, 1 gradient, 0 buffers, over 4 steps: hooks
+  not compared  the replay: graphs may round otherwise than eager training does
+  moved         bytes and transfers do not change after the second step; a
+                replay's are its plan's
+  flat          device and host bytes do not change after the second step
+"""
+
+
+def test_hooks_are_reported_beside_the_replay_whose_bits_are_not_compared():
+    arms = (
+        result(eager("no offload")),
+        result(eager("hooks", pin="register")),
+        result(plan(), fingerprint("other bits")),
+    )
+    assert not needs_control(arms)
+    assert printed(verified(*arms, engine="hooks")) == HOOKS_REPORT
+
+
+def test_another_bit_under_hooks_is_a_difference_and_a_control_tells_noise():
+    one, other = result(eager("no offload")), result(eager("hooks"), fingerprint("b", shift=0.001))
+    assert needs_control([one, other, result(plan())])
+    found = verify([one, other, result(plan())])
+    assert {(each.arm, each.what) for each in found.differences} == {("hooks", "gradient")}
+    control = result(eager("control"), fingerprint("c", shift=0.001))
+    assert control.arm.name == "no offload, again"
+    assert verify([one, other, control]).ok
+
+
+def test_hooks_move_the_same_from_the_second_step_on():
+    first = step(moved=MOVED, count=9)
+    even = (first, *steps(1.0, 1.0, 1.0, moved=MOVED, count=8))
+    assert verify([result(eager("no offload")), result(eager("hooks", steps=even))]).ok
+    odd = (*even[:3], step(moved=MOVED, count=7))
+    found = verify([result(eager("no offload")), result(eager("hooks", steps=odd))])
+    assert {(each.what, each.step, each.expected) for each in found.differences} >= {
+        ("transfers to the host", 3, "8"),
+        ("transfers to the device", 3, "8"),
+    }
+
+
+def test_without_offload_nothing_moves():
+    moving = eager("no offload", steps=steps(1.0, 1.0, 1.0, 1.0, moved=8, count=1))
+    found = verify([result(moving), result(eager("hooks"))])
+    assert "no offload" in {each.arm for each in found.differences}
+
+
+def test_hooks_that_run_out_of_memory_are_not_ok():
+    arms = eager("no offload"), eager("hooks"), plan()
+    assert measurement(*arms, engine="hooks").ok
+    assert not measurement(arms[0], out_of_memory(arms[1]), arms[2], engine="hooks").ok

@@ -9,10 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from offplan.cli import app
 from offplan.costs import LinkRate, load_profile, op_key, profile_for, save_profile
 from offplan.errors import DeviceError, UsageError
 from offplan.graph import timeline
+from offplan.measured import HostLimit, HostLimits
 from offplan.replay import optimes, probe
 from offplan.replay.compiled import Replay, build_real
 from offplan.replay.host import HostMemoryError, Pageable
@@ -104,7 +107,7 @@ def test_each_broken_order_is_noticed(link_type):
 # --- pinning --------------------------------------------------------------------------------------
 
 
-class _UpTo:
+class _UpTo(Pageable):
     """Refuses to pin more than ``limit`` bytes; counts what is pinned."""
 
     def __init__(self, limit: int) -> None:
@@ -138,12 +141,12 @@ def test_the_largest_pin_is_the_last_that_was_not_refused():
     pinning = _UpTo(4 * MIB)
     ticks = iter(range(100))
     found = probe.pin_costs(pinning, [MIB, 2 * MIB, 4 * MIB, 8 * MIB], lambda: next(ticks))
-    assert found == probe.PinCosts(4 * MIB, 1 / (4 * MIB))
+    assert found == probe.PinCosts(4 * MIB, 1 / (4 * MIB), "refused")
     assert pinning.held == {}
 
 
 def test_nothing_pinned_is_no_size():
-    assert probe.pin_costs(_UpTo(0), [MIB]) == probe.PinCosts(None, 0.0)
+    assert probe.pin_costs(_UpTo(0), [MIB]) == probe.PinCosts(None, 0.0, "refused")
 
 
 def test_some_host_memory_is_available():
@@ -225,6 +228,49 @@ def test_a_gpu_is_measured(tmp_path):
     assert load_profile(tmp_path / "gpu.yaml") == profile
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("pin", ["torch", "off"])
+def test_each_way_to_pin_is_measured(pin):
+    profile, limits = probe.measure_with_limits(max_pin_bytes=MIB * 1024, pin=pin)
+    assert profile.note == f"host memory by --pin {pin}"
+    assert limits.limits[-1].name == "trial pin"
+
+
+# --- limits on host memory ------------------------------------------------------------------------
+
+
+def test_a_trial_says_what_it_reached_and_why_no_more():
+    pinned = probe.pin_costs(_UpTo(4 * MIB), [MIB, 2 * MIB, 4 * MIB, 8 * MIB])
+    trial = probe._with_trial(pinned).limits[-1]
+    assert (trial.name, trial.left_bytes, trial.note) == ("trial pin", 4 * MIB, "refused")
+    pinned = probe.pin_costs(_UpTo(8 * MIB), [MIB])
+    trial = probe._with_trial(pinned, "locked").limits[-1]
+    assert (trial.left_bytes, trial.limit_bytes) == (None, MIB)
+    assert trial.note == "locked; no size was refused"
+
+
+def test_the_limits_on_host_memory_are_shown_without_a_gpu():
+    found = CliRunner().invoke(app, ["device", "--host", "--max-pin", "1MiB", "--format", "json"])
+    assert found.exit_code == 0, found.stderr
+    host = json.loads(found.stdout)["host"]
+    names = [limit["name"] for limit in host["limits"]]
+    assert names[0] == "free memory"
+    assert names[-2:] == ["ulimit -l", "trial pin"]
+    assert host["limits"][-1]["limit_bytes"] <= MIB
+    assert 0 < host["map_count"] < host["max_map_count"]
+    found = CliRunner().invoke(app, ["device", "--host", "--max-pin", "1MiB"])
+    assert found.stdout.startswith("Host memory\n")
+    assert "vm.max_map_count" in found.stdout
+
+
+@pytest.mark.parametrize("more", [["h100"], ["-o", "gpu.yaml"]])
+def test_the_limits_alone_are_no_profile(more, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = CliRunner().invoke(app, ["device", "--host", *more])
+    assert found.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- the report -----------------------------------------------------------------------------------
 
 
@@ -239,6 +285,10 @@ def test_the_report_has_every_format():
     assert "50%" in text
     assert "| memory |" in render_device(profile, "markdown", 80)
     assert json.loads(render_device(profile, "json", 80))["name"] == "h200"
+    limits = HostLimits(limits=(HostLimit(name="cgroup", left_bytes=5, limit_bytes=10),))
+    with_limits = json.loads(render_device(profile, "json", 80, limits))
+    assert with_limits["host"]["limits"] == [{"name": "cgroup", "left_bytes": 5, "limit_bytes": 10}]
+    assert "ceiling  5 B (cgroup)" in render_device(profile, "text", 80, limits)
     with pytest.raises(UsageError):
         render_device(profile, "html", 80)
 

@@ -21,14 +21,18 @@ from typer.testing import CliRunner, Result
 
 from offplan.budget import EVERYTHING
 from offplan.cli import app
+from offplan.errors import BudgetError
 from offplan.graph import GraphFacts
-from offplan.measured import Measurement, expected, load_measurement
+from offplan.measured import HostLimit, HostLimits, Measurement, expected, load_measurement
 from offplan.memory import Conditions
 from offplan.plan import Plan, load_plan, write_plan
 from offplan.replay import measure as measuring
 from offplan.replay.arm import answer
+from offplan.replay.layout import laid_out_bytes
+from offplan.replay.limits import MARGIN_BYTES, amount
 from offplan.replay.measure import Replays, Wanted, plans_to_replay, without_transfers
 from offplan.replay.messages import Failure, read_answer, write_message
+from offplan.units import format_size
 
 ROOT = Path(__file__).parent.parent
 SAMPLE = ROOT / "sample_graphs" / "saved_view.py"
@@ -554,3 +558,132 @@ def test_answers_are_read_as_they_were_written(tmp_path):
     found = result(no_plan())
     write_message(tmp_path / "answer.json", found)
     assert read_answer(tmp_path / "answer.json") == found
+
+
+# --- host memory ----------------------------------------------------------------------------------
+
+
+def short_of(left_bytes: int, name: str = "cgroup") -> HostLimits:
+    """A machine on which one limit leaves that much after what is kept free."""
+    margin = 0 if name == "ulimit -l" else MARGIN_BYTES
+    limit = HostLimit(
+        name=name,  # type: ignore[arg-type]
+        left_bytes=left_bytes + margin,
+        limit_bytes=2 * 1024**3,
+        where="memory.max",
+    )
+    return HostLimits(limits=(limit,))
+
+
+def test_a_plan_that_fits_into_host_memory_is_replayed_as_it_is(plan, traced):
+    made = load_plan(plan)
+    needed = laid_out_bytes(made.transfers)
+    for limits in (HostLimits(), short_of(needed)):
+        assert plans_to_replay(made, Wanted(limits=limits)) == Replays((made,), made)
+    assert plans_to_replay(made, Wanted(host_budget_bytes=needed)).plan == made
+    assert traced == []
+
+
+def test_a_plan_for_which_host_memory_is_short_is_made_for_what_there_is(here, traced):
+    made = planned("--budget", "0")
+    room = 700_000
+    found = plans_to_replay(made, Wanted(limits=short_of(room), verify=False))
+    assert 0 < laid_out_bytes(found.plan.transfers) <= room
+    assert found.plan.moved_bytes < made.moved_bytes
+    assert found.plan.predicted.plan.peak_bytes > made.predicted.plan.peak_bytes
+    (note,) = found.notes
+    moved, peaks = (
+        (format_size(value(found.plan)), format_size(value(made)))
+        for value in (lambda p: p.moved_bytes, lambda p: p.predicted.plan.peak_bytes)
+    )
+    leaves = f"cgroup leaves {amount(room + MARGIN_BYTES)} of 2GiB (memory.max)"
+    assert note == (
+        f"host memory: {leaves}, so that {moved[0]} move, not {moved[1]}, "
+        f"for a predicted peak of {peaks[0]}, not {peaks[1]}"
+    )
+
+
+def test_the_least_of_the_host_budget_and_the_limits_counts(here, traced):
+    made = planned("--budget", "0")
+    wanted = Wanted(limits=short_of(700_000), host_budget_bytes=400_000, verify=False)
+    found = plans_to_replay(made, wanted)
+    assert 0 < laid_out_bytes(found.plan.transfers) <= 400_000
+    assert "--host-budget is 400.00 kB, so that" in found.notes[0]
+    wanted = Wanted(limits=short_of(400_000), host_budget_bytes=700_000, verify=False)
+    found = plans_to_replay(made, wanted)
+    assert 0 < laid_out_bytes(found.plan.transfers) <= 400_000
+    assert "cgroup leaves" in found.notes[0]
+
+
+def test_no_host_memory_at_all_moves_nothing_and_says_so(here, traced):
+    made = planned("--budget", "0")
+    found = plans_to_replay(made, Wanted(limits=short_of(0), verify=False))
+    assert found.plan.transfers == ()
+    assert "so that 0 B move" in found.notes[0]
+
+
+def test_a_budget_that_needs_more_host_memory_than_there_is_is_refused(here, traced):
+    floor = planned("--budget", "floor").predicted.floor_bytes
+    made = planned("--budget", str(floor))
+    with pytest.raises(BudgetError, match=r"with [\d.]+ kB of host memory: the floor is"):
+        plans_to_replay(made, Wanted(limits=short_of(400_000), verify=False))
+
+
+def test_a_lock_limit_counts_for_what_is_pinned_by_register_on_a_gpu_only(plan, traced):
+    made = load_plan(plan)
+    limits = short_of(4096, "ulimit -l")
+    assert plans_to_replay(made, Wanted(limits=limits)).plan == made
+    for pin, most in (("register", 4096), ("torch", None), ("off", None), ("auto", None)):
+        room = measuring._room("cuda", Wanted(limits=limits, pin=pin))  # type: ignore[arg-type]
+        assert room.most_bytes == most
+    words = measuring._room("cuda", Wanted(limits=limits)).words
+    assert words.startswith("ulimit -l leaves 4KiB of 2GiB (raise it, or --pin torch")
+
+
+def test_torch_needs_room_for_a_power_of_two(plan):
+    made = load_plan(plan)
+    needed = laid_out_bytes(made.transfers)
+    assert needed == 8 * 1024**2
+    wanted = [
+        Wanted(limits=short_of(size + measuring._PROCESS_BYTES), pin="torch")
+        for size in (needed - 1, needed, needed + 1)
+    ]
+    assert [measuring._room("cuda", each).has(made) for each in wanted] == [False, True, True]
+
+
+def test_a_host_budget_that_binds_is_kept_to_and_reported(here):
+    planned("--budget", "0")
+    found, said = replayed("--host-budget", "600kB")
+    assert found.ok
+    assert 0 < found.plan.host_bytes <= 600_000
+    assert "note host memory: --host-budget is 600.00 kB, so that 524.29 kB move, not" in said
+
+
+# --- hooks ----------------------------------------------------------------------------------------
+
+
+def test_hooks_are_measured_against_no_offload_and_beside_the_replay(here):
+    planned("--budget", "0")
+    found, said = replayed("--engine", "hooks", "--repeat")
+    assert found.engine == "hooks"
+    assert [(arm.role, arm.engine) for arm in found.arms] == [
+        ("no offload", "hooks"),
+        ("hooks", "hooks"),
+        ("plan", "compiled"),
+        ("control", "hooks"),
+    ]
+    assert found.no_plan.to_host_bytes == 0
+    assert found.plan.role == "hooks"
+    assert found.plan.to_host_bytes > 0
+    assert found.verification is not None
+    assert found.verification.compared == ("hooks",)
+    assert found.verification.control == "same"
+    assert "Without offload and with it no offload hooks delta" in said
+    assert "Hooks and replay compared" in said
+    assert "not compared the replay: graphs may round otherwise than eager training does" in said
+
+
+def test_a_way_to_pin_that_does_not_exist_is_refused(here):
+    planned()
+    found = offplan("run", "deep.plan.yaml", "--pin", "lock")
+    assert found.exit_code == 2

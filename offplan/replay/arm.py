@@ -4,14 +4,16 @@ Builds the model, replays a plan for a warm-up and some more steps, reads what t
 runtime counted, and fingerprints losses, gradients and buffers.  Or traces a target, so that the
 process that compares the arms needs no device.
 
-1.  The seed is set before the model is built, and to another known value before each step, so that
+1.  An arm replays its plan, or trains its target eagerly (``replay.eager``), moving nothing or what
+    its hooks are told.  How host memory is pinned is tried before the model is built.
+2.  The seed is set before the model is built, and to another known value before each step, so that
     the random-number state is the same in every arm.  Gradients are dropped before each step.
-2.  Peaks are reset at the beginning of each step and read at its end, before fingerprints are
+3.  Peaks are reset at the beginning of each step and read at its end, before fingerprints are
     taken, which then use memory that the step has given back.
-3.  Where bits are verified, torch is asked for deterministic kernels but not held to it: strict
+4.  Where bits are verified, torch is asked for deterministic kernels but not held to it: strict
     determinism makes cuDNN's attention unavailable (``trace.attention``, rule 5), and the kernels
     would be others than the plan's.  What torch says about kernels that do not repeat is kept.
-4.  Running out of memory is a result.  Everything else that goes wrong is a ``Failure``.
+5.  Running out of memory is a result.  Everything else that goes wrong is a ``Failure``.
 
 The process ends when its standard input does, that is, with the process that started it.
 """
@@ -40,6 +42,7 @@ from offplan.measured import Arm, Expected, Machine, OutOfMemory, Parts, Step, W
 from offplan.memory import Conditions, predict
 from offplan.plan import load_plan
 from offplan.replay.compiled import Replay, build_real, loss_of
+from offplan.replay.eager import EagerReplay
 from offplan.replay.fingerprint import fingerprints
 from offplan.replay.gauge import (
     CpuGauge,
@@ -49,6 +52,8 @@ from offplan.replay.gauge import (
     input_tensors,
     own_tensors,
 )
+from offplan.replay.layout import laid_out_bytes
+from offplan.replay.limits import HostMemoryError
 from offplan.replay.measure import ArmError
 from offplan.replay.messages import (
     Answer,
@@ -71,6 +76,7 @@ from offplan.replay.optimes import (
     timeable_keys,
 )
 from offplan.replay.parts import PartsWatch
+from offplan.replay.pinning import Pinning, choose
 from offplan.replay.runtime import RuntimeStats
 from offplan.target import Target, describe, user_line
 from offplan.trace._torch import TorchDispatchMode
@@ -180,6 +186,8 @@ class _Run:
         self.steps: list[Step] = []
         self.fingerprints: list[tuple[Fingerprint, ...]] = []
         self.during = ""
+        self.pinning: Pinning | None = None
+        self.pin = ""
         self.machine = _machine(self.device)
 
     def result(self) -> ArmResult:
@@ -200,6 +208,7 @@ class _Run:
             outcome="completed" if out is None else "out of memory",
             out_of_memory=out,
             build_s=self.build_s,
+            pin=self.pin,
             steps=tuple(self.steps),
             parts=parts,
             expected=self.expected,
@@ -209,10 +218,13 @@ class _Run:
             machine=self.machine,
             fingerprints=tuple(self.fingerprints),
             nondeterministic=tuple(_nondeterministic(heard)),
+            notes=() if self.pinning is None else self.pinning.notes,
         )
 
     def _steps(self, start: float) -> Parts:
         request = self.request
+        self.during = "taking host memory"
+        self.pinning = choose(request.pin, self.device, laid_out_bytes(self.plan.transfers))
         self.during = "building the model"
         torch.manual_seed(request.seed)
         with DrawnOn(self.device):
@@ -221,21 +233,36 @@ class _Run:
         torch.backends.cudnn.benchmark &= not request.verify
         self.gauge.settle(target)
         self.during = "preparing the replay"
-        with Replay(
-            target,
-            self.plan,
-            device=self.device,
-            host_budget=request.host_budget_bytes,
-            timing=True,
-        ) as replay:
+        with self._replay(target, self.pinning) as replay:
             self.build_s = time.perf_counter() - start
             for number in range(1 + request.steps):
                 self._step(number, target, replay)
-            self.expected = self._expected(replay)
+            self.expected = self._expected(replay) if isinstance(replay, Replay) else None
             self.during = "the step that counts the parts of the peak"
             return self._parts(target, replay)
 
-    def _step(self, number: int, target: Target, replay: Replay) -> None:
+    def _replay(self, target: Target, pinning: Pinning) -> Replay | EagerReplay:
+        request = self.request
+        if request.engine == "compiled":
+            return Replay(
+                target,
+                self.plan,
+                device=self.device,
+                host_budget=request.host_budget_bytes,
+                pin=pinning,
+                timing=True,
+            )
+        return EagerReplay(
+            target,
+            device=self.device,
+            host_budget=request.host_budget_bytes,
+            pin=pinning,
+            timing=True,
+            min_offload_bytes=self.plan.min_bytes,
+            enabled=request.enabled,
+        )
+
+    def _step(self, number: int, target: Target, replay: Replay | EagerReplay) -> None:
         """One step, counted; then its fingerprints."""
         before = replay.stats()
         _reset(target, self.request.seed + 1 + number)
@@ -252,6 +279,8 @@ class _Run:
         said = repr(loss.item())
         del loss
         after = replay.stats()
+        if self.device.type == "cuda" and after.host_pinned_bytes and self.pinning is not None:
+            self.pin = self.pinning.name
         self.steps.append(_counted(reading, said, self.gauge.held_bytes(), before, after))
         if self.request.verify:
             self.fingerprints.append((*found, *fingerprints(_compared(target))))
@@ -272,7 +301,7 @@ class _Run:
             step_ms=None if when is None else when.step_ms,
         )
 
-    def _parts(self, target: Target, replay: Replay) -> Parts:
+    def _parts(self, target: Target, replay: Replay | EagerReplay) -> Parts:
         _reset(target, self.request.seed)
         with PartsWatch(self.device, own_tensors(target), input_tensors(target)) as watch:
             loss = loss_of(replay.forward())
@@ -288,6 +317,9 @@ class _Run:
             error.fix = "; ".join(filter(None, (error.fix, _OTHER_OPS)))
         if isinstance(error, OffplanError):
             return error
+        refused = next((e for e in _causes(error) if isinstance(e, HostMemoryError)), None)
+        if refused is not None:
+            return refused
         return ArmError(f"{self.during} failed: {describe(error)}", where=user_line(error))
 
     def _out_of_memory(self, error: Exception) -> OutOfMemory:
@@ -369,7 +401,7 @@ class DrawnOn(TorchDispatchMode):
 
 @contextmanager
 def _repeatable(wanted: bool) -> Iterator[None]:
-    """Deterministic kernels, where there are any (definition 3)."""
+    """Deterministic kernels, where there are any (definition 4)."""
     if not wanted:
         yield
         return
@@ -407,6 +439,9 @@ def _nondeterministic(heard: list[str]) -> Iterator[str]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device had no memory left.  Where the host had none, CUDA says the same words."""
+    if any(isinstance(cause, HostMemoryError) for cause in _causes(error)):
+        return False
     return any(_means_out_of_memory(cause) for cause in _causes(error))
 
 

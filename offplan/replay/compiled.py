@@ -34,8 +34,9 @@ from torch import fx
 from offplan.errors import DeviceError, PlanError, TargetError
 from offplan.graph import GraphFacts, StorageId, TargetRef
 from offplan.plan import Entry, Plan, analyze_command, check_plan
-from offplan.replay.host import Layout, Pageable, Registered, layout
+from offplan.replay.layout import Layout, layouts
 from offplan.replay.packing import window
+from offplan.replay.pinning import DEFAULT_PIN, PinName, Pinning, choose
 from offplan.replay.rewrite import Undo, insert_transfers
 from offplan.replay.runtime import (
     CudaLink,
@@ -110,7 +111,8 @@ class Replay:
     """A target's training step on ``device``, under ``plan`` (None: nothing is moved).
 
     A context manager: ``close`` gives streams and host memory back.  ``host_budget`` limits host
-    memory in bytes.  ``pin=False`` uses pageable host memory.  ``timing`` measures stalls.
+    memory in bytes.  ``pin`` names how it is pinned (``replay.pinning``), or is a backend that was
+    chosen already; on the CPU nothing is pinned.  ``timing`` measures stalls.
 
     Raises ``HostMemoryError`` if host memory cannot be had, ``PlanError`` (here, or from the first
     step) if the plan is not for this target, ``TraceError`` if the step cannot be compiled.
@@ -123,7 +125,7 @@ class Replay:
         *,
         device: str | torch.device,
         host_budget: int | None = None,
-        pin: bool = True,
+        pin: PinName | Pinning = DEFAULT_PIN,
         timing: bool = False,
     ) -> None:
         self.target = target
@@ -131,12 +133,13 @@ class Replay:
         self.device = _device(device)
         if plan is not None:
             _check_plan_alone(plan, self.device)
-        self._layouts = _layouts(plan) if plan is not None else {}
+        self._layouts = layouts(plan.transfers) if plan is not None else {}
         sizes = [found.size_bytes for _, found in sorted(self._layouts.items())]
         if self.device.type == "cpu":
             self.runtime: Runtime = cpu_runtime(sizes, host_budget)
         else:
-            pinning = Registered() if pin else Pageable()
+            # What moves nothing needs no host memory, and fails for none.
+            pinning = choose(pin if sizes else "off", self.device, sum(sizes))
             link = TimedCudaLink if timing else CudaLink
             self.runtime = cuda_runtime(self.device, sizes, host_budget, pinning, link)
         self.facts: GraphFacts | None = None
@@ -549,15 +552,6 @@ def _first_ops(plan: Plan, region: int) -> tuple[int, int]:
 
 def _minus(place: int | None, first: int) -> int | None:
     return None if place is None else place - first
-
-
-def _layouts(plan: Plan) -> dict[int, Layout]:
-    """Where each region's transfers lie on the host, by region; regions without any left out."""
-    regions = sorted({transfer.region for transfer in plan.transfers})
-    return {
-        region: layout([transfer for transfer in plan.transfers if transfer.region == region])
-        for region in regions
-    }
 
 
 def _check_plan_alone(plan: Plan, device: torch.device) -> None:

@@ -1,171 +1,85 @@
 """Host memory for saved storages: laid out at plan time, pinned once, leased to each forward run.
 
-1.  A *slot* is one transfer's bytes on the host.  It is in use from its offload until its reload is
-    needed, or until its release if it is never reloaded.
-2.  A *layout* places the slots of one region in as few bytes as first fit finds: slots whose uses
-    do not overlap share bytes.  Slots start at multiples of 512 bytes; nothing else is rounded.
-3.  An *arena* is memory for one layout.  A *lease* is one forward run's use of an arena.  It ends
+1.  *Slots* and their *layout* are those of ``replay.layout``.
+2.  An *arena* is memory for one layout.  A *lease* is one forward run's use of an arena.  It ends
     when the last host tensor of that run has died, however that came about: the backward ran, the
     loss was dropped, the forward failed.  The arena is then free for the next run.
-4.  A *slab* is one allocation that arenas are cut from: anonymous memory of our own, whole pages,
-    registered with CUDA if it is to be pinned.  The first slab holds one arena for each region of
-    the plan; a run that finds no free arena (two forwards before two backwards) adds a slab.
-5.  The *budget* limits the bytes of all slabs together, in whole pages, as they are pinned.
+3.  A *slab* is one allocation that arenas are cut from: pages of a backend of ``replay.pinning``.
+    The first slab holds one arena for each region of the plan; a run that finds no free arena (two
+    forwards before two backwards) adds a slab.  No tensor lies on two slabs.
+4.  The *budget* limits the bytes of all slabs together, in whole pages or as the backend rounds
+    them.
 
-Pinning goes through ``cudaHostRegister`` on pages of our own, because torch's pinned allocator
-rounds to powers of two and never returns memory.  It never falls back to pageable memory.
+What is pinned is unpinned when the pool is closed, when nothing refers to it any more, and when
+the interpreter exits.  A pool belongs to the process that made it, and shares nothing with others.
 """
 
 from __future__ import annotations
 
 import ctypes
-import mmap
-from bisect import insort
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from offplan.errors import OffplanError
-from offplan.transfers import Transfer
+from offplan.replay.layout import SLOT_ALIGNMENT_BYTES as SLOT_ALIGNMENT_BYTES
+from offplan.replay.layout import Layout as Layout
+from offplan.replay.layout import layout as layout
+from offplan.replay.limits import HostMemoryError as HostMemoryError
+from offplan.replay.limits import reserved_bytes
+from offplan.replay.pinning import Pageable as Pageable
+from offplan.replay.pinning import Pinning as Pinning
+from offplan.replay.pinning import Registered as Registered
 from offplan.units import format_binary
-
-SLOT_ALIGNMENT_BYTES = 512
-
-
-class HostMemoryError(OffplanError):
-    """Host memory for a replay cannot be had: over the budget, or refused by the system."""
-
-
-# --- layout ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where each slot starts, and how many bytes they take together."""
-
-    offsets: tuple[int, ...]
-    size_bytes: int
-
-
-def layout(transfers: Sequence[Transfer]) -> Layout:
-    """The layout of one region's ``transfers``, slot by slot (definitions 1 and 2)."""
-    offsets = [0] * len(transfers)
-    placed: list[tuple[int, int, int]] = []  # (first byte, end, slot), by first byte
-    for slot in sorted(range(len(transfers)), key=lambda s: -transfers[s].transfer_bytes):
-        size = _round_up(transfers[slot].transfer_bytes, SLOT_ALIGNMENT_BYTES)
-        start = 0
-        for first, end, other in placed:
-            if not _overlap(transfers[slot], transfers[other]):
-                continue
-            if start + size <= first:
-                break
-            start = max(start, end)
-        offsets[slot] = start
-        insort(placed, (start, start + size, slot))
-    return Layout(tuple(offsets), max((end for _, end, _ in placed), default=0))
-
-
-def _overlap(one: Transfer, other: Transfer) -> bool:
-    return one.offload_after <= _last_use(other) and other.offload_after <= _last_use(one)
-
-
-def _last_use(transfer: Transfer) -> int:
-    return transfer.release_by if transfer.needed_by is None else transfer.needed_by
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-# --- pinning --------------------------------------------------------------------------------------
-
-
-class Pinning(Protocol):
-    """How a slab's pages are made fit for copies."""
-
-    def pin(self, address: int, size_bytes: int) -> None: ...
-
-    def unpin(self, address: int) -> None: ...
-
-
-class Pageable:
-    """Ordinary memory: for the CPU, or where it was asked for."""
-
-    def pin(self, address: int, size_bytes: int) -> None:
-        pass
-
-    def unpin(self, address: int) -> None:
-        pass
-
-
-class Registered:
-    """Pages locked and registered with CUDA, for the device that is current."""
-
-    def pin(self, address: int, size_bytes: int) -> None:
-        error = torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)
-        if int(error):
-            reason = torch.cuda.cudart().cudaGetErrorString(error)
-            _forget_cuda_error()
-            raise HostMemoryError(
-                f"{format_binary(size_bytes)} of host pinned memory were refused: {reason}",
-                fix="move less (a larger budget for the peak), raise `ulimit -l` or the memory "
-                "limit of the container, or end what else pins memory on this machine",
-            )
-
-    def unpin(self, address: int) -> None:
-        if int(torch.cuda.cudart().cudaHostUnregister(address)):
-            _forget_cuda_error()
-
-
-def _forget_cuda_error() -> None:
-    # CUDA keeps the error of a refused call for whoever asks next, which is the next kernel launch.
-    try:
-        torch.zeros(1, device="cuda")
-    except RuntimeError:
-        return
 
 
 class Slab:
-    """One allocation: unpinned by ``give_back``, and unmapped when nothing points into it."""
+    """One allocation, for ``asked_bytes``: unpinned by ``give_back``, and unmapped when nothing
+    points into it."""
 
-    def __init__(self, size_bytes: int, pinning: Pinning) -> None:
-        self.size_bytes = _round_up(size_bytes, mmap.PAGESIZE)
-        self.pinning = pinning
-        try:
-            # Private: shared memory would outlive madvise, and be seen by forked children.
-            self.pages = mmap.mmap(-1, self.size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError, OverflowError) as error:
-            raise HostMemoryError(
-                f"{format_binary(self.size_bytes)} of host memory were refused: {error}",
-                fix="move less: plan with a larger budget for the peak",
-            ) from error
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
-        pinning.pin(self.address, self.size_bytes)
-        self.is_held = True
+    def __init__(self, asked_bytes: int, pinning: Pinning) -> None:
+        self.asked_bytes = asked_bytes
+        self.pages = pinning.take(asked_bytes)
+        # Of the backend that took them: another may be next.
+        self.is_pinned = pinning.is_pinned
+
+    @property
+    def address(self) -> int:
+        return self.pages.address
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that are really taken."""
+        return self.pages.reserved_bytes
+
+    @property
+    def is_held(self) -> bool:
+        return self.pages.is_held
 
     def give_back(self) -> None:
-        """Unpin the pages and return them to the system.
+        """Unpin the pages and return them to the system (``Pages.give_back``)."""
+        self.pages.give_back()
 
-        Their addresses stay valid, and read as zeros, until the last host tensor on them is gone.
-        """
-        if self.is_held:
-            self.is_held = False
-            self.pinning.unpin(self.address)
-            self.pages.madvise(mmap.MADV_DONTNEED)
+    def covers(self, first: int, end: int) -> bool:
+        """Whether the addresses from ``first`` to ``end`` are all in it."""
+        return self.address <= first and end <= self.address + self.pages.size_bytes
 
 
 # --- arenas and leases ----------------------------------------------------------------------------
 
 
 class Arena:
-    """``size_bytes`` of a slab.  ``last_reload`` is the copy that reads it, if one may still."""
+    """``size_bytes`` of a slab.  ``last_reload`` is the copy that reads it, if one may still.
 
-    def __init__(self, slab: Slab, start: int, size_bytes: int) -> None:
+    One of no bytes needs no slab.
+    """
+
+    def __init__(self, slab: Slab | None, start: int, size_bytes: int) -> None:
         self.slab = slab
-        self.address = slab.address + start
+        self.address = 0 if slab is None else slab.address + start
         self.size_bytes = size_bytes
         self.last_reload: Any = None
 
@@ -183,6 +97,8 @@ class Lease:
 
     def host_tensor(self, offset: int, size_bytes: int) -> torch.Tensor:
         """``size_bytes`` of the arena as a flat uint8 tensor, which keeps the lease."""
+        if not size_bytes:
+            return torch.empty(0, dtype=torch.uint8)
         memory = (ctypes.c_ubyte * size_bytes).from_address(self.arena.address + offset)
         memory.lease = self
         # The tensor's storage keeps ``memory``, through any detach or view, until it dies.
@@ -201,7 +117,7 @@ class HostPool:
         self.pinning = pinning
         self.budget_bytes = budget_bytes
         self.slabs: list[Slab] = []
-        self.asked_bytes = 0
+        self._owner = os.getpid()
         # Leases end wherever a tensor dies, on any thread and at any moment: appending and popping
         # are the only operations, and each is atomic.
         self.free: dict[int, deque[Arena]] = {}
@@ -209,9 +125,35 @@ class HostPool:
         self._add([size for size in sizes if size])
 
     @property
+    def asked_bytes(self) -> int:
+        """Bytes that were laid out."""
+        return sum(slab.asked_bytes for slab in self.slabs if slab.is_held)
+
+    @property
     def pinned_bytes(self) -> int:
-        """Bytes of all slabs: whole pages."""
+        """Bytes that all slabs really take: whole pages, or as the backend rounds."""
         return sum(slab.size_bytes for slab in self.slabs if slab.is_held)
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child of the process that the pool belongs to."""
+        return os.getpid() != self._owner
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether all bytes of ``tensor``, a view or slice too, are pinned memory of this pool.
+
+        Unlike ``tensor.is_pinned()`` it asks no driver, and is right when the pool was closed.
+        """
+        if not tensor.numel():
+            return False
+        reach = sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        first = tensor.data_ptr()
+        end = first + (reach + 1) * tensor.element_size()
+        return any(
+            slab.is_pinned and slab.is_held and slab.covers(first, end) for slab in self.slabs
+        )
 
     def lease(self, size_bytes: int) -> Lease:
         """A lease on an arena of that size.
@@ -220,6 +162,13 @@ class HostPool:
         """
         if self.is_closed:
             raise OffplanError("the replay is closed", fix="keep it open until its last step ends")
+        if self.is_inherited:
+            raise OffplanError(
+                "host memory of another process cannot be used in its forked child",
+                fix="start the process with spawn, or make the replay in it",
+            )
+        if not size_bytes:
+            return Lease(Arena(None, 0, 0), lambda arena: None)
         try:
             arena = self._free_arenas(size_bytes).popleft()
         except IndexError:
@@ -233,6 +182,7 @@ class HostPool:
         self.free.clear()
         for slab in self.slabs:
             slab.give_back()
+        self.slabs.clear()
 
     def _free_arenas(self, size_bytes: int) -> deque[Arena]:
         return self.free.setdefault(size_bytes, deque())
@@ -245,14 +195,18 @@ class HostPool:
         """One more slab, with an arena of each of ``sizes``."""
         if not sizes:
             return
-        self._check_budget(_round_up(sum(sizes), mmap.PAGESIZE))
+        self._check_budget(self._taken_bytes(sum(sizes)))
         slab = Slab(sum(sizes), self.pinning)
+        # What a backend that was fallen back to takes is only known now.
+        self._check_budget(slab.size_bytes)
         self.slabs.append(slab)
-        self.asked_bytes += sum(sizes)
         start = 0
         for size in sizes:
             self._free_arenas(size).append(Arena(slab, start, size))
             start += size
+
+    def _taken_bytes(self, asked_bytes: int) -> int:
+        return reserved_bytes(asked_bytes, "torch" if self.pinning.name == "torch" else "off")
 
     def _check_budget(self, more_bytes: int) -> None:
         needed = self.pinned_bytes + more_bytes

@@ -8,7 +8,12 @@
 3.  A process that this one starts ends with it: at an error, at Ctrl-C (it first gets a moment to
     finish copies in flight), and even if this process is killed, since each watches the pipe that
     its standard input is.
-4.  An arm that runs out of memory is a result.  One that ends in any other way is an error: the one
+4.  Where host memory is short, a plan is made for what there is: the least of what was asked for
+    and of the limits of this machine (``replay.limits``), less what a process takes that has
+    started CUDA.  What is given up by that is noted.
+5.  With the engine ``hooks`` the arms are eager training without offload and with it, and the
+    replays of the plans beside them.
+6.  An arm that runs out of memory is a result.  One that ends in any other way is an error: the one
     that it reports, or the last line of what it said.
 
 Nothing here imports torch: the device belongs to the arms.
@@ -21,7 +26,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,9 +39,28 @@ from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES, RuleSet
 from offplan.errors import OffplanError, PlanError, UsageError
 from offplan.files import GRAPH_FILE, write_atomically
 from offplan.graph import GraphFacts, Partitioner, TargetRef, load_graph, save_graph
-from offplan.measured import SCHEMA_VERSION, Measurement, Role, expected, planned
+from offplan.measured import (
+    SCHEMA_VERSION,
+    Engine,
+    HostLimits,
+    Measurement,
+    PinName,
+    Role,
+    expected,
+    planned,
+)
 from offplan.memory import Conditions
 from offplan.plan import Plan, check_plan, make_plan, write_plan
+from offplan.replay.layout import SLOT_ALIGNMENT_BYTES, laid_out_bytes
+from offplan.replay.limits import (
+    MARGIN_BYTES,
+    PAGE_BYTES,
+    least,
+    limit_words,
+    read_limits,
+    reserved_bytes,
+    room_bytes,
+)
 from offplan.replay.messages import (
     Answer,
     ArmRequest,
@@ -50,11 +74,14 @@ from offplan.replay.messages import (
     write_message,
 )
 from offplan.replay.verify import needs_control, verify
+from offplan.units import format_size
 
 SEED = 20_240_229
 # How long a process may take to end once it was asked to; then it is killed.
 _GRACE_S = 15.0
 # cuBLAS then repeats its results from run to run; it reads this when it starts.
+# Host memory that a process holds once torch and CUDA have started, before a model is built.
+_PROCESS_BYTES = 1 << 30
 _REPEATABLE_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 OnPhase = Callable[[str], None]
@@ -72,11 +99,16 @@ class RunOptions:
     repeat: bool = False
     verify: bool = True
     host_budget_bytes: int | None = None
+    pin: PinName = "register"
+    engine: Engine = "compiled"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the command line asks for beyond a plan or target; None and empty where nothing is."""
+    """What the command line asks for beyond a plan or target; None and empty where nothing is.
+
+    ``limits`` None: those of this machine, read when they are needed.
+    """
 
     device: str | None = None
     budget: Budget | None = None
@@ -86,6 +118,8 @@ class Wanted:
     profile: DeviceProfile | None = None
     host_budget_bytes: int | None = None
     measured_op_times: bool = False
+    pin: PinName = "register"
+    limits: HostLimits | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +135,7 @@ class Replays:
 class _Arm:
     role: Role
     plan: Plan
+    engine: Engine = "compiled"
 
 
 @dataclass(frozen=True)
@@ -134,8 +169,10 @@ def plans_to_replay(
     Raises ``UsageError`` for a comparison that moves nothing, and what the trace raises.
     """
     choices = _choices(source, wanted)
+    room = _room(choices.device, wanted)
     is_new = bool(wanted.compare) or wanted.measured_op_times
-    if isinstance(source, Plan) and not is_new and choices == _choices(source, Wanted()):
+    is_as_wanted = not is_new and choices == _choices(source, Wanted())
+    if isinstance(source, Plan) and is_as_wanted and room.has(source):
         return Replays((source,), source)
     if wanted.compare and choices.budget is None:
         raise UsageError("--compare needs plans that move something", fix="add --budget 0")
@@ -151,12 +188,91 @@ def plans_to_replay(
         host_bytes=wanted.host_budget_bytes or choices.host_budget_bytes,
         op_ms=op_ms,
     )
-    plans = tuple(
-        make_plan(facts, rules=rules, min_bytes=choices.min_bytes, budget=choices.budget, aim=aim)
+    found = [
+        _made(facts, choices, rules, aim, room)
         for rules in dict.fromkeys(wanted.compare or (choices.rules,))
-    )
+    ]
+    plans = tuple(plan for plan, _ in found)
     plan = next((plan for plan in plans if plan.rules == choices.rules), plans[-1])
+    notes += dict.fromkeys(note for _, note in found if note)
     return Replays(plans, plan, tuple(notes))
+
+
+# --- host memory ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Host memory that a plan may take (definition 4); ``words`` say what leaves no more.
+
+    ``most_bytes`` None: nothing is known to limit it.
+    """
+
+    pin: PinName
+    most_bytes: int | None
+    words: str = ""
+
+    def has(self, plan: Plan) -> bool:
+        needed = reserved_bytes(laid_out_bytes(plan.transfers), self.pin)
+        return self.most_bytes is None or needed <= self.most_bytes
+
+    def to_plan_for(self, facts: GraphFacts) -> int:
+        """What to tell the planner, which adds up the bytes of transfers: less their rounding."""
+        most = self.most_bytes or 0
+        if self.pin == "torch" and most:
+            most = 1 << most.bit_length() - 1
+        saved_count = sum(len(region.saved) for region in facts.regions)
+        return max(most - saved_count * SLOT_ALIGNMENT_BYTES - PAGE_BYTES, 0)
+
+
+def _room(device: str, wanted: Wanted) -> _Room:
+    pin: PinName = "off" if device == "cpu" or wanted.pin == "auto" else wanted.pin
+    margin_bytes = MARGIN_BYTES if device == "cpu" else MARGIN_BYTES + _PROCESS_BYTES
+    limit = least(wanted.limits or read_limits(), pin, margin_bytes)
+    asked = wanted.host_budget_bytes
+    if limit is not None:
+        left = room_bytes(limit, margin_bytes)
+        if asked is None or left < asked:
+            words = limit_words(limit)
+            if limit.name == "ulimit -l":
+                words += " (raise it, or --pin torch, for which it does not hold)"
+            return _Room(pin, left, words)
+    return _Room(pin, asked, "" if asked is None else f"--host-budget is {format_size(asked)}")
+
+
+def _made(
+    facts: GraphFacts, choices: _Choices, rules: RuleSet, aim: Aim, room: _Room
+) -> tuple[Plan, str]:
+    """The plan, within the host memory that there is; and what was given up for that, or nothing.
+
+    Raises ``BudgetError`` if no plan within it keeps to the budget.
+    """
+
+    def made(host_bytes: int | None) -> Plan:
+        return make_plan(
+            facts,
+            rules=rules,
+            min_bytes=choices.min_bytes,
+            budget=choices.budget,
+            aim=replace(aim, host_bytes=host_bytes),
+        )
+
+    plan = made(aim.host_bytes)
+    if not room.has(plan):
+        plan = made(room.to_plan_for(facts))
+    if plan.predicted.host_budget is None:
+        return plan, ""
+    free = made(None)
+    if free.moved_bytes <= plan.moved_bytes:
+        return plan, ""
+    peaks = [format_size(each.predicted.plan.peak_bytes) for each in (plan, free)]
+    return plan, (
+        f"host memory: {room.words}, so that {format_size(plan.moved_bytes)} move, not "
+        f"{format_size(free.moved_bytes)}, for a predicted peak of {peaks[0]}, not {peaks[1]}"
+    )
+
+
+# --- choices --------------------------------------------------------------------------------------
 
 
 def _choices(source: Plan | TargetRef, wanted: Wanted) -> _Choices:
@@ -265,16 +381,13 @@ def measure(replays: Replays, options: RunOptions, on_phase: OnPhase = _ignore) 
     safe to replay, ``DeviceError`` without the device, ``ArmError`` for anything else.
     """
     plan = replays.plan
-    no_plan = _Arm("no plan", without_transfers(plan))
+    first, *others = _arms(replays, options.engine)
     with _processes() as processes:
-        results = [
-            _measured(arm, options, processes, on_phase)
-            for arm in (no_plan, *(_Arm("plan", each) for each in replays.plans))
-        ]
+        results = [_measured(arm, options, processes, on_phase) for arm in (first, *others)]
         repeat = options.repeat or (options.verify and needs_control(results))
         # It would run out of memory again.
         if repeat and results[0].arm.completed:
-            control = replace(no_plan, role="control")
+            control = replace(first, role="control")
             results.append(_measured(control, options, processes, on_phase))
     return Measurement(
         measured=plan.target,
@@ -290,10 +403,30 @@ def measure(replays: Replays, options: RunOptions, on_phase: OnPhase = _ignore) 
         budget=plan.budget,
         asked=plan.asked,
         movable_bytes=plan.movable_bytes,
+        engine=options.engine,
         arms=tuple(result.arm for result in results),
         verification=verify(results) if options.verify else None,
-        notes=replays.notes,
+        notes=tuple(dict.fromkeys((*replays.notes, *_notes_on_pins(results, options)))),
     )
+
+
+def _arms(replays: Replays, engine: Engine) -> list[_Arm]:
+    """The arms in order, the first of which moves nothing."""
+    plans = [_Arm("plan", each) for each in replays.plans]
+    nothing = without_transfers(replays.plan)
+    if engine == "compiled":
+        return [_Arm("no plan", nothing), *plans]
+    return [_Arm("no offload", nothing, "hooks"), _Arm("hooks", nothing, "hooks"), *plans]
+
+
+def _notes_on_pins(results: Sequence[ArmResult], options: RunOptions) -> Iterator[str]:
+    for result in results:
+        yield from result.notes
+    if any(result.arm.pin == "off" for result in results):
+        yield (
+            "host memory is pageable (--pin off): every copy goes through a buffer of CUDA's and "
+            "holds up the host, at a small part of the rate of pinned memory"
+        )
 
 
 def without_transfers(plan: Plan) -> Plan:
@@ -333,6 +466,9 @@ def _measured(
         seed=SEED,
         host_budget_bytes=options.host_budget_bytes,
         verify=options.verify,
+        pin=options.pin,
+        engine=arm.engine,
+        enabled=arm.role == "hooks",
     )
     answer = processes.answer(request, name)
     assert isinstance(answer, ArmResult)
@@ -340,10 +476,11 @@ def _measured(
     known = msgspec.structs.replace(
         answer.arm,
         role=arm.role,
+        engine=arm.engine,
         rules=arm.plan.rules if is_plan else None,
         planned=planned(arm.plan) if is_plan else None,
-        # An arm that ran out of memory has no graphs to predict from.
-        expected=answer.arm.expected or expected(arm.plan),
+        # An arm that ran out of memory has no graphs to predict from; eager training has none.
+        expected=answer.arm.expected or (expected(arm.plan) if arm.engine == "compiled" else None),
     )
     return msgspec.structs.replace(answer, arm=known)
 

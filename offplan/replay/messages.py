@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from offplan.graph import Partitioner
-from offplan.measured import Arm, Machine, What
+from offplan.measured import Arm, Engine, Machine, PinName, What
 
 
 class TraceRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -41,7 +41,8 @@ class OpTimesRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ArmRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Replay the plan at ``plan`` for a warm-up and ``steps`` more steps.
+    """Replay the plan at ``plan`` for a warm-up and ``steps`` more steps; or, with the engine
+    ``hooks``, train its target eagerly, under hooks that move something if it is ``enabled``.
 
     ``verify``: deterministic kernels where there are any, and a fingerprint of every step.
     """
@@ -52,6 +53,9 @@ class ArmRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     seed: int
     host_budget_bytes: int | None
     verify: bool
+    pin: PinName = "register"
+    engine: Engine = "compiled"
+    enabled: bool = False
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,12 +85,16 @@ class Timed(msgspec.Struct, frozen=True, tag=True):
 
 
 class ArmResult(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """``arm`` has the role "plan", whatever was replayed; ``fingerprints`` are by step."""
+    """``arm`` has the role "plan", whatever was replayed; ``fingerprints`` are by step.
+
+    ``notes`` are on how host memory was pinned.
+    """
 
     arm: Arm
     machine: Machine
     fingerprints: tuple[tuple[Fingerprint, ...], ...] = ()
     nondeterministic: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True, kw_only=True):

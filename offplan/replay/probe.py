@@ -13,8 +13,8 @@
     host issued right after the op that makes its source; a host copy after its source was
     overwritten once the copy was waited for; an op that reads what was reloaded, after the wait;
     a reload of host bytes whose own copy from the device was only just issued.
-6.  Pinning is tried in doubling sizes up to a limit: the most that may be asked for, or 80% of the
-    memory that the system says is available.
+6.  Pinning is tried in doubling sizes up to a limit: the most that may be asked for, or 80% of what
+    the limits on host memory leave (``replay.limits``).  Without a GPU, pages are locked only.
 
 Nothing else should run on the device meanwhile.
 """
@@ -37,14 +37,19 @@ from torch import nn
 from offplan.costs import VIEW_HOST_PART, AttentionRate, DeviceProfile, LinkRate, Versions
 from offplan.errors import DeviceError
 from offplan.gpus import gpu_key
+from offplan.measured import HostLimits, PinName
 from offplan.replay.compiled import Replay, loss_of
-from offplan.replay.host import HostMemoryError, HostPool, Pageable, Pinning, Registered, Slab
+from offplan.replay.host import HostPool, Slab
+from offplan.replay.limits import HostMemoryError, ceiling_bytes, read_limits, with_trial
+from offplan.replay.pinning import DEFAULT_PIN, Locked, Pageable, Pinning, Registered, choose
 from offplan.replay.runtime import CpuLink, CudaLink, Link
 from offplan.roofline import is_view
 from offplan.target import Target
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 DEFAULT_MAX_PIN_BYTES = 16 * GIB
+# Without a GPU it only shows that pages can be locked.
+_MAX_LOCK_BYTES = GIB
 
 _LINK_SIZES = (256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB)
 _FIRST_PIN_BYTES = GIB
@@ -109,23 +114,39 @@ def best_of(timer: Timer, work: Work, runs: int = _RUNS) -> float:
 
 
 def measure_device(
-    phase: Phase = lambda name: None, *, max_pin_bytes: int = DEFAULT_MAX_PIN_BYTES
+    phase: Phase = lambda name: None, *, max_pin_bytes: int | None = None
 ) -> DeviceProfile:
     """The profile of the current GPU.  Raises ``DeviceError`` if there is none."""
+    return measure_with_limits(phase, max_pin_bytes=max_pin_bytes)[0]
+
+
+def measure_with_limits(
+    phase: Phase = lambda name: None,
+    *,
+    max_pin_bytes: int | None = None,
+    pin: PinName = DEFAULT_PIN,
+) -> tuple[DeviceProfile, HostLimits]:
+    """The same, with the limits on host memory, and what pinning for the profile reached.
+
+    Raises ``HostMemoryError`` if the backend ``pin`` cannot be used here.
+    """
     device = _gpu()
     gpu = torch.cuda.get_device_name(device)
     timer = CudaTimer(device)
     phase("pinning host memory")
-    pinned = pin_costs(Registered(), pin_sizes(max_pin_bytes, available_bytes()))
+    most = max_pin_bytes or DEFAULT_MAX_PIN_BYTES
+    pinning = choose(pin, device)
+    pinned = pin_costs(pinning, pin_sizes(most, available_bytes(pin)))
     phase("copying")
-    copies = _copies(device, timer, pinned)
+    copies = _copies(device, timer, pinning, pinned)
     phase("issuing ops")
     host = host_costs(device)
     phase("computing")
-    return DeviceProfile(
+    profile = DeviceProfile(
         name=gpu_key(gpu) or "-".join(gpu.lower().split()),
         gpu=gpu,
         source="measured",
+        note="" if pin == DEFAULT_PIN else f"host memory by --pin {pin}",
         memory_bytes=torch.cuda.get_device_properties(device).total_memory,
         **copies,
         memory_bytes_per_s=memory_rate(device, timer),
@@ -138,14 +159,17 @@ def measure_device(
         largest_pin_bytes=pinned.largest_bytes,
         versions=Versions(_processor(), torch.__version__.split("+")[0], torch.version.cuda or ""),
     )
+    return profile, _with_trial(pinned)
 
 
-def _copies(device: torch.device, timer: Timer, pinned: PinCosts) -> dict[str, Any]:
+def _copies(
+    device: torch.device, timer: Timer, pinning: Pinning, pinned: PinCosts
+) -> dict[str, Any]:
     """What a profile says of copies, by the names of its fields."""
     link = CudaLink(device)
     # Where less can be pinned, by that; where nothing can, the pool says why.
     end_bytes = min(2 * _LINK_SIZES[-1], pinned.largest_bytes or _FIRST_PIN_BYTES)
-    with _ends(link, Registered(), end_bytes) as ends:
+    with _ends(link, pinning, end_bytes) as ends:
         sizes = link_rates(link, timer, ends, [s for s in _LINK_SIZES if s <= ends.size_bytes])
         d2h_both, h2d_both = rates_both_ways(link, timer, ends)
         busy = _busy_work(device)
@@ -177,10 +201,14 @@ def _gpu() -> torch.device:
 
 @dataclass(frozen=True)
 class PinCosts:
-    """``largest_bytes`` is None if nothing could be pinned; ``s_per_byte`` is then 0."""
+    """``largest_bytes`` is None if nothing could be pinned; ``s_per_byte`` is then 0.
+
+    ``refusal`` is why more could not be; empty if all sizes could.
+    """
 
     largest_bytes: int | None
     s_per_byte: float
+    refusal: str = ""
 
 
 def pin_sizes(max_bytes: int, available: int) -> list[int]:
@@ -198,30 +226,48 @@ def pin_costs(
     pinning: Pinning, sizes: Sequence[int], clock: Callable[[], float] = time.perf_counter
 ) -> PinCosts:
     """Pin each of ``sizes`` and give it back, until one is refused."""
-    largest, s_per_byte = None, 0.0
+    largest, s_per_byte, refusal = None, 0.0, ""
     for size in sizes:
         start = clock()
         try:
             slab = Slab(size, pinning)
-        except HostMemoryError:
+        except HostMemoryError as error:
+            refusal = error.what
             break
         largest, s_per_byte = size, (clock() - start) / size
         slab.give_back()
-    return PinCosts(largest, s_per_byte)
+        # Torch's own goes with its last reference.
+        del slab
+    return PinCosts(largest, s_per_byte, refusal)
 
 
-def available_bytes() -> int:
-    """Host memory that can still be had: the system's, or what the control group leaves of it."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found = int(line.split()[1]) * KIB
-    with suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        most = int((group / "memory.max").read_text())
-        found = min(found, most - int((group / "memory.current").read_text()))
-    return max(found, 0)
+def available_bytes(pin: PinName = DEFAULT_PIN) -> int:
+    """Host memory that can still be pinned, as far as the limits say."""
+    found = ceiling_bytes(read_limits(), pin)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if found is None else found
+
+
+def host_limits(
+    phase: Phase = lambda name: None, *, max_pin_bytes: int | None = None
+) -> HostLimits:
+    """The limits on host memory here, with a trial pin; without a GPU, pages are locked only."""
+    phase("pinning host memory")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        sizes = pin_sizes(max_pin_bytes or DEFAULT_MAX_PIN_BYTES, available_bytes())
+        return _with_trial(pin_costs(Registered(device), sizes))
+    sizes = pin_sizes(max_pin_bytes or _MAX_LOCK_BYTES, available_bytes())
+    return _with_trial(pin_costs(Locked(), sizes), "locked, not pinned: there is no GPU")
+
+
+def _with_trial(pinned: PinCosts, note: str = "") -> HostLimits:
+    notes = [note, pinned.refusal or "no size was refused"]
+    return with_trial(
+        read_limits(),
+        pinned.largest_bytes or 0,
+        is_limit=bool(pinned.refusal),
+        note="; ".join(filter(None, notes)),
+    )
 
 
 # --- the link -------------------------------------------------------------------------------------

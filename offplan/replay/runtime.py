@@ -315,7 +315,9 @@ class Runtime:
         if self.is_closed:
             return
         self.is_closed = True
-        self.link.drain()
+        # CUDA does not run in a forked child, and the copies are the parent's.
+        if not self.pool.is_inherited:
+            self.link.drain()
         self._sending.clear()
         self._arriving.clear()
         self.pool.close()

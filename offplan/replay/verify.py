@@ -6,8 +6,10 @@
     Then kernels do not repeat their results, and a tensor is excused as far as it is no further
     from the reference, relative to its norm, than ``NOISE_FACTOR`` times the furthest tensor of
     the control.  What was excused is kept as noise.
+    Arms of another engine than the reference's are not held against it: compiled graphs may round
+    otherwise than eager training does.
 3.  Each step of a plan moves exactly the bytes and the number of transfers that the plan says, and
-    an arm without one moves nothing.
+    an arm without one moves nothing.  Under hooks, every step from step 2 on moves what step 1 did.
 4.  From step 1 on, the device bytes at the end of a step and the host bytes are the same in every
     step, except that an arm may do as the reference does: a model may keep something of its own.
 """
@@ -35,7 +37,11 @@ def verify(results: Sequence[ArmResult]) -> Verification:
         return Verification(not_compared="no arm completed")
     reference = completed[0]
     flat = [found for result in completed for found in _not_flat(result.arm, reference.arm)]
-    others = [result for result in completed[1:] if result.arm.role != "control"]
+    others = [
+        result
+        for result in completed[1:]
+        if result.arm.role != "control" and result.arm.engine == reference.arm.engine
+    ]
     control = next((r for r in completed[1:] if r.arm.role == "control"), None)
     noise = () if control is None else tuple(_noise(reference, control, others))
     limit = 0.0 if control is None else NOISE_FACTOR * _furthest(reference, control)
@@ -61,8 +67,11 @@ def needs_control(results: Sequence[ArmResult]) -> bool:
     if any(result.arm.role == "control" for result in results) or not completed:
         return False
     reference = completed[0]
-    return reference.arm.role == "no plan" and any(
-        found for other in completed[1:] for found in _differing(reference, other)
+    return not reference.arm.moves and any(
+        found
+        for other in completed[1:]
+        if other.arm.engine == reference.arm.engine
+        for found in _differing(reference, other)
     )
 
 
@@ -159,8 +168,10 @@ def _by_tensor(arms: Iterable[ArmResult], reference: ArmResult) -> Mapping[tuple
 
 def _counted(arm: Arm) -> Iterator[Difference]:
     """What each step moved, held against the plan (definition 3)."""
-    planned = arm.planned or _NOTHING
-    for number, step in enumerate(arm.steps):
+    planned, first = arm.planned or _NOTHING, 0
+    if arm.role == "hooks" and len(arm.steps) > 1:
+        planned, first = _moved(arm.steps[1]), 2
+    for number, step in enumerate(arm.steps[first:], first):
         pairs: tuple[tuple[What, int, int], ...] = (
             ("bytes to the host", planned.to_host_bytes, step.to_host_bytes),
             ("bytes to the device", planned.to_device_bytes, step.to_device_bytes),
@@ -178,12 +189,18 @@ def _counted(arm: Arm) -> Iterator[Difference]:
                 )
 
 
+def _moved(step: Step) -> Planned:
+    return Planned(
+        step.to_host_bytes, step.to_device_bytes, step.to_host_count, step.to_device_count
+    )
+
+
 def _not_flat(arm: Arm, reference: Arm) -> Iterator[Difference]:
     """Bytes that change from step to step, and not as the reference's do (definition 4)."""
     kinds: tuple[What, ...] = ("device bytes", "host bytes")
     for what in kinds:
         sizes, allowed = _held(arm.steps, what), _held(reference.steps, what)
-        if reference.role != "no plan":
+        if reference.moves:
             allowed = [0] * len(sizes)
         for number in range(2, len(sizes)):
             if sizes[number] - sizes[1] != allowed[number] - allowed[1]:

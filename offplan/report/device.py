@@ -1,4 +1,4 @@
-"""What ``offplan device`` prints: a device profile as text, markdown or JSON."""
+"""What ``offplan device`` prints: a device profile, and the limits on host memory beside it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,34 @@ from collections.abc import Iterator
 import msgspec
 
 from offplan.costs import DeviceProfile
+from offplan.measured import HostLimit, HostLimits
 from offplan.report.document import Block, Heading, Paragraph, Table, render_blocks
 from offplan.units import format_binary, format_size
 
 
-def render_device(profile: DeviceProfile, format: str, width: int) -> str:
-    """``profile`` as ``text``, ``json`` or ``markdown``.  ``UsageError`` for another format."""
+def render_device(
+    profile: DeviceProfile, format: str, width: int, host: HostLimits | None = None
+) -> str:
+    """``profile`` as ``text``, ``json`` or ``markdown``.  ``UsageError`` for another format.
+
+    ``host``: the limits where the device was measured, if it was now.
+    """
     if format == "json":
-        return msgspec.json.format(msgspec.json.encode(profile), indent=2).decode() + "\n"
-    return render_blocks(_blocks(profile), format, width)
+        document = msgspec.to_builtins(profile)
+        return _json(document if host is None else {**document, "host": msgspec.to_builtins(host)})
+    blocks = [*_blocks(profile), *([] if host is None else _host(host))]
+    return render_blocks(blocks, format, width)
+
+
+def render_host(host: HostLimits, format: str, width: int) -> str:
+    """The limits alone, in the same formats."""
+    if format == "json":
+        return _json({"host": msgspec.to_builtins(host)})
+    return render_blocks(_host(host), format, width)
+
+
+def _json(document: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n"
 
 
 def _blocks(profile: DeviceProfile) -> Iterator[Block]:
@@ -42,6 +61,36 @@ def _summary(profile: DeviceProfile) -> Iterator[tuple[str, str]]:
     yield "pinning", pinned
     if profile.note:
         yield "note", profile.note
+
+
+def _host(host: HostLimits) -> Iterator[Block]:
+    yield Heading("Host memory")
+    yield Table(
+        ("limit", "leaves", "of", "in use", "from"),
+        tuple(_host_row(limit) for limit in host.limits),
+        frozenset({1, 2, 3}),
+    )
+    yield Paragraph(tuple(_about_host(host)))
+
+
+def _host_row(limit: HostLimit) -> tuple[str, ...]:
+    sizes = (limit.left_bytes, limit.limit_bytes, limit.used_bytes)
+    left, most, used = ("" if size is None else format_size(size) for size in sizes)
+    if limit.name == "ulimit -l" and limit.limit_bytes is None:
+        most = "unlimited"
+    return (limit.name, left or "any", most, used, limit.where)
+
+
+def _about_host(host: HostLimits) -> Iterator[tuple[str, str]]:
+    known = [limit for limit in host.limits if limit.left_bytes is not None]
+    if known:
+        least = min(known, key=lambda limit: limit.left_bytes or 0)
+        yield "ceiling", f"{format_size(least.left_bytes or 0)} ({least.name})"
+    for limit in host.limits:
+        if limit.note:
+            yield limit.name, limit.note
+    if host.map_count is not None and host.max_map_count is not None:
+        yield "mappings", f"{host.map_count:,} of {host.max_map_count:,} (vm.max_map_count)"
 
 
 def _link(profile: DeviceProfile) -> Table:

@@ -2,7 +2,8 @@
 
 1.  A *row* of the main table is one quantity without the plan, with it, the difference, what the
     plan predicted and how far off that was.  What is not known is empty.
-2.  The comparison has a row for each rule set that was replayed, and one for no plan.
+2.  The comparison has a row for each rule set that was replayed, and one for no plan.  Where hooks
+    were measured, the rows are without offload, under hooks, and what was replayed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import msgspec
 from offplan.measured import (
     Arm,
     Difference,
+    Engine,
     Expected,
     Machine,
     Measurement,
@@ -30,6 +32,15 @@ from offplan.units import format_binary, format_size
 # Differences and noisy tensors beyond these are counted, not listed.
 _MAX_DIFFERENCES = 12
 _MAX_NOISE = 3
+_MOVED_AS: dict[Engine, str] = {
+    "compiled": "bytes and transfers of every step are the plan's",
+    "hooks": "bytes and transfers do not change after the second step; a replay's are its plan's",
+}
+_PINNED_BY = {
+    "register": "pinned (register)",
+    "torch": "pinned (torch)",
+    "off": "pageable (--pin off)",
+}
 # More step times than these are summed up by the shortest and the longest.
 _MAX_SAMPLES = 10
 
@@ -68,6 +79,7 @@ class RunReport(msgspec.Struct, frozen=True):
     params: dict[str, str]
     device: str
     machine: Machine
+    engine: Engine
     compiler: str
     partitioner: str
     attention: str
@@ -90,13 +102,17 @@ class RunReport(msgspec.Struct, frozen=True):
 def run_report(measurement: Measurement) -> RunReport:
     """The report on ``measurement``."""
     replayed = [arm for arm in measurement.arms if arm.role == "plan"]
-    compared = [measurement.no_plan, *replayed] if len(replayed) > 1 else []
+    if measurement.engine == "hooks":
+        compared = [measurement.no_plan, measurement.plan, *replayed]
+    else:
+        compared = [measurement.no_plan, *replayed] if len(replayed) > 1 else []
     return RunReport(
         ok=measurement.ok,
         target=measurement.measured.spec,
         params=measurement.measured.params,
         device=measurement.device,
         machine=measurement.machine,
+        engine=measurement.engine,
         compiler=measurement.compiler,
         partitioner=measurement.partitioner,
         attention=measurement.attention,
@@ -107,7 +123,7 @@ def run_report(measurement: Measurement) -> RunReport:
         over_budget_bytes=measurement.over_budget_bytes,
         movable_bytes=measurement.movable_bytes,
         rows=tuple(_rows(measurement.no_plan, measurement.plan)),
-        compared=tuple(_arm_row(arm) for arm in compared),
+        compared=tuple(_arm_row(arm, measurement.engine) for arm in compared),
         arms=measurement.arms,
         verification=measurement.verification,
         notes=measurement.notes,
@@ -150,10 +166,11 @@ def _predicted(row: Row, known: _Known | None, read: Callable[[_Known], float | 
     return msgspec.structs.replace(row, predicted=predicted, error=error)
 
 
-def _arm_row(arm: Arm) -> ArmRow:
+def _arm_row(arm: Arm, engine: Engine) -> ArmRow:
+    name = arm.rules if arm.rules and engine == "compiled" else arm.name
     if not arm.completed:
-        return ArmRow(arm.rules or arm.name, None, None, None)
-    return ArmRow(arm.rules or arm.name, arm.peak_allocated_bytes, arm.to_host_bytes, arm.step_ms)
+        return ArmRow(name, None, None, None)
+    return ArmRow(name, arm.peak_allocated_bytes, arm.to_host_bytes, arm.step_ms)
 
 
 # --- rendering ------------------------------------------------------------------------------------
@@ -170,12 +187,13 @@ def _document(report: RunReport) -> Iterator[Block]:
     words = [report.target, *(f"{name}={value}" for name, value in report.params.items())]
     yield Heading(f"offplan run {'ok' if report.ok else 'failed'}: {' '.join(words)}")
     yield Paragraph(tuple(_about(report)))
-    yield Heading("Without the plan and with it")
-    yield _main_table(report.rows)
+    is_eager = report.engine == "hooks"
+    yield Heading("Without offload and with it" if is_eager else "Without the plan and with it")
+    yield _main_table(report)
     yield Paragraph(tuple(_beside_table(report)))
     if report.compared:
-        yield Heading("Rule sets compared")
-        yield _compared_table(report.compared)
+        yield Heading("Hooks and replay compared" if is_eager else "Rule sets compared")
+        yield _compared_table(report)
     parts = [arm for arm in report.arms if arm.parts is not None]
     if parts:
         yield Heading("What the peak is made of")
@@ -188,11 +206,13 @@ def _about(report: RunReport) -> Iterator[tuple[str, str]]:
     machine = report.machine
     device = f"{report.device} ({machine.gpu})" if machine.gpu else report.device
     attention = f", attention {report.attention}" if report.attention else ""
-    yield (
-        "replayed on",
-        f"{device}, torch {machine.torch}, {report.compiler} graphs op by op, "
-        f"{report.partitioner} partitioner{attention}",
-    )
+    graphs = f"{report.compiler} graphs op by op, {report.partitioner} partitioner{attention}"
+    if report.engine == "hooks":
+        yield "measured on", f"{device}, torch {machine.torch}, eager, saved-tensor hooks"
+        yield "hooks", f"move saved storages from {format_binary(report.min_bytes)}"
+        yield "beside it", f"the plan, replayed: {graphs}"
+    else:
+        yield "replayed on", f"{device}, torch {machine.torch}, {graphs}"
     yield "plan", _plan_line(report)
     yield (
         "arms",
@@ -218,22 +238,26 @@ def _plan_line(report: RunReport) -> str:
     return f"{choices}, budget {budget_words(Asked(report.budget, report.asked))}"
 
 
-def _main_table(rows: Sequence[Row]) -> Table:
+def _main_table(report: RunReport) -> Table:
+    is_eager = report.engine == "hooks"
+    columns = ("no offload", "hooks", "delta") if is_eager else ("no plan", "plan", "delta")
+    # Nothing is predicted of eager training.
+    predicted = () if is_eager else ("predicted", "error")
     return Table(
-        columns=("", "no plan", "plan", "delta", "predicted", "error"),
-        rows=tuple(
-            (
-                row.name,
-                _measured(row, row.no_plan),
-                _measured(row, row.plan),
-                _change(row.delta, row.unit),
-                _cell(row.predicted, row.unit),
-                _off(row),
-            )
-            for row in rows
-        ),
-        numeric=frozenset((1, 2, 3, 4, 5)),
+        columns=("", *columns, *predicted),
+        rows=tuple(_main_row(row, is_eager=is_eager) for row in report.rows),
+        numeric=frozenset(range(1, 1 + len(columns) + len(predicted))),
     )
+
+
+def _main_row(row: Row, *, is_eager: bool) -> tuple[str, ...]:
+    cells = (
+        row.name,
+        _measured(row, row.no_plan),
+        _measured(row, row.plan),
+        _change(row.delta, row.unit),
+    )
+    return cells if is_eager else (*cells, _cell(row.predicted, row.unit), _off(row))
 
 
 def _off(row: Row) -> str:
@@ -308,16 +332,17 @@ def _spent(arm: Arm) -> str:
         said = f"{_counted(len(times), 'step')} of {times[0]:,.1f} to {times[-1]:,.1f} ms"
     else:
         said = f"{'steps' if len(samples) > 1 else 'step'} of {', '.join(samples)} ms"
-    if arm.role != "plan":
+    if not arm.moves:
         return said
     if arm.stalled_ms is not None:
         said += f"; compute waited {arm.stalled_ms:,.1f} ms a step for transfers"
-    return f"{said}; {format_size(arm.host_bytes)} of host memory"
+    said += f"; {format_size(arm.host_bytes)} of host memory"
+    return f"{said}, {_PINNED_BY[arm.pin]}" if arm.pin in _PINNED_BY else said
 
 
-def _compared_table(rows: Sequence[ArmRow]) -> Table:
+def _compared_table(report: RunReport) -> Table:
     return Table(
-        columns=("rules", "peak", "moved", "step"),
+        columns=("arm" if report.engine == "hooks" else "rules", "peak", "moved", "step"),
         rows=tuple(
             (
                 row.name,
@@ -327,7 +352,7 @@ def _compared_table(rows: Sequence[ArmRow]) -> Table:
                 _cell(row.moved_bytes, "bytes"),
                 _cell(row.step_ms, "ms"),
             )
-            for row in rows
+            for row in report.compared
         ),
         numeric=frozenset((1, 2, 3)),
     )
@@ -369,7 +394,7 @@ def _verification(report: RunReport) -> Iterator[Block]:
         yield Heading("Not verified (--no-verify)")
         return
     yield Heading(_verdict(found))
-    lines = [*_verified_lines(found)]
+    lines = [*_verified_lines(report, found)]
     if lines:
         yield Paragraph(tuple(lines))
     if found.differences:
@@ -384,31 +409,37 @@ def _verdict(found: Verification) -> str:
     return "Verified: same bits" if not found.noise else "Verified, as far as kernels repeat"
 
 
-def _verified_lines(found: Verification) -> Iterator[tuple[str, str]]:
+def _verified_lines(report: RunReport, found: Verification) -> Iterator[tuple[str, str]]:
     if found.ok and found.compared:
         what = (
             f"losses, {_counted(found.gradients, 'gradient')}, {_counted(found.buffers, 'buffer')}"
         )
         yield "same", f"{what}, over {_counted(found.steps, 'step')}: {', '.join(found.compared)}"
+    if report.engine == "hooks":
+        yield "not compared", "the replay: graphs may round otherwise than eager training does"
     if found.ok:
-        yield "moved", "bytes and transfers of every step are the plan's"
+        yield "moved", _MOVED_AS[report.engine]
         yield "flat", "device and host bytes do not change after the second step"
     if found.control == "same":
-        yield "control", "a second run without a plan has the same bits"
+        yield "control", f"a second run without {_what(report)} has the same bits"
     if found.noise:
-        yield "noise", _noise(found.noise)
+        yield "noise", _noise(found.noise, _what(report))
     for words in found.nondeterministic:
         yield "torch says", words
 
 
-def _noise(rows: Sequence[Noise]) -> str:
+def _what(report: RunReport) -> str:
+    return "a plan" if report.engine == "compiled" else "offload"
+
+
+def _noise(rows: Sequence[Noise], what: str) -> str:
     largest = ", ".join(
-        f"{row.what} {row.name}".strip() + f" {row.control:.1e} (with a plan {row.plan:.1e})"
+        f"{row.what} {row.name}".strip() + f" {row.control:.1e} (with {what} {row.plan:.1e})"
         for row in rows[:_MAX_NOISE]
     )
     more = f" and {len(rows) - _MAX_NOISE:,} more" if len(rows) > _MAX_NOISE else ""
     return (
-        f"a second run without a plan differs from the first too, relative to the norm by: "
+        f"a second run without {what} differs from the first too, relative to the norm by: "
         f"{largest}{more}"
     )
 
