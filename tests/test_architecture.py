@@ -34,7 +34,7 @@ class Allowed:
 
 
 TABLE = {
-    "offplan": Allowed(later="target"),
+    "offplan": Allowed(later="target replay.eager"),
     "offplan.__main__": Allowed("cli"),
     "offplan.cli": Allowed(
         "errors units files gpus graph eligibility memory costs budget plan gate measured "
@@ -94,6 +94,9 @@ TABLE = {
     "offplan.trace.capture": Allowed("errors gpus graph target trace trace.*", torch=True),
     # From a plan to a run on a GPU.
     "offplan.replay": Allowed("replay.*", torch=True),
+    # What the command line reads before it starts anything.
+    "offplan.replay.limits": Allowed("errors units measured"),
+    "offplan.replay.layout": Allowed("transfers"),
     "offplan.replay.*": Allowed(
         "errors units files gpus graph footprint eligibility transfers memory roofline costs "
         "budget plan measured target "

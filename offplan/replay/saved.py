@@ -1,0 +1,449 @@
+"""Storages as an eager forward saves them, one tensor at a time, and their way out and back.
+
+1.  A *record* is one storage at one version.  Every tensor saved of it meanwhile is a *view* of the
+    record, with its exact dtype, shape, strides and offset, so all of them share one copy, and come
+    back on one storage.  A storage that was modified in place is another record from then on.
+2.  A record is a *candidate* if it may be moved.  The last ``keep_last_count`` candidates of a
+    forward wait; each one more sends the first of them on its way, so those that are left when the
+    forward ends are kept.
+3.  *Offload* copies the whole storage.  The mover holds it until as many bytes as may be in flight
+    were issued after it, or until the forward ends, whichever comes first; then it *releases* it:
+    the compute stream waits for the copy.  The storage goes when nothing else holds it.
+4.  Whoever reads a view of a moved record gets it from where it is.  Storages that something else
+    still holds are *found* there; others are *reloaded*.  Then the next ones in the expected order
+    are reloaded too, one at least, and as many bytes as may be in flight.
+5.  The *expected order* is the one in which the run before read its records, if it had as many of
+    them; else the last saved comes first.
+6.  A reloaded storage is held until each view that is still there was read once.  A view may be
+    read again (a backward that kept its graph): its storage is then reloaded again.
+7.  A *run* is one forward: it begins with the first tensor saved after the offload was entered, or
+    after a backward.
+
+Copies, streams and events are those of ``replay.runtime`` (its definitions 1 to 5 and 7).  All
+computing is assumed to be on one stream.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from offplan.replay.packing import window
+from offplan.replay.runtime import Link, ReplayError
+from offplan.replay.shelf import Shelf
+
+aten = torch.ops.aten
+
+
+class Tally(NamedTuple):
+    """How many storages, and their bytes."""
+
+    count: int = 0
+    bytes: int = 0
+
+    def plus(self, size_bytes: int, sign: int = 1) -> Tally:
+        return Tally(self.count + sign, self.bytes + sign * size_bytes)
+
+
+_NONE = Tally()
+
+
+@dataclass
+class Totals:
+    """What was done with the candidates so far."""
+
+    offloaded: Tally = _NONE
+    reloaded: Tally = _NONE
+    found: Tally = _NONE
+    over_budget: Tally = _NONE
+    run_count: int = 0
+
+
+class Record:
+    """One storage at one version (definition 1).  The views that the graph saved keep it alive.
+
+    ``held`` is the storage where it must not go: not moved, or reloaded and still to be read.
+    ``live`` finds it where something else holds it.  ``rule`` is why it is no candidate, or empty.
+    """
+
+    def __init__(self, mover: Mover, tensor: torch.Tensor, rule: str) -> None:
+        storage = tensor.untyped_storage()
+        self.mover = mover
+        self.rule = rule
+        self.size_bytes = storage.nbytes()
+        self.version = tensor._version
+        self.counter = version_counter(tensor)
+        self.held: torch.UntypedStorage | None = storage
+        self.live = weakref.ref(storage)
+        self.run: Run | None = None
+        self.place = -1
+        self.host: torch.Tensor | None = None
+        self.block: Any = None
+        self.sent: Any = None
+        self.arriving: _Arriving | None = None
+        self.round = 0
+        self.view_count = 0
+        self.unread_count = 0
+
+    @property
+    def is_moved(self) -> bool:
+        return self.host is not None
+
+    def here(self) -> torch.UntypedStorage | None:
+        """The storage, if it is on the device with all of its bytes."""
+        storage = self.live() if self.held is None else self.held
+        return storage if storage is not None and storage.nbytes() == self.size_bytes else None
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.mover.forget(self)
+
+
+class _Arriving(NamedTuple):
+    """A reload that nothing has waited for: ``copy`` fills ``buffer``."""
+
+    buffer: torch.Tensor
+    copy: Any
+
+
+class View:
+    """One saved tensor of a record: what a graph holds in its place."""
+
+    def __init__(self, record: Record, tensor: torch.Tensor) -> None:
+        self.record = record
+        self.dtype = tensor.dtype
+        self.shape, self.stride = tensor.size(), tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.is_conj, self.is_neg = tensor.is_conj(), tensor.is_neg()
+        self.version = tensor._version
+        self.counter = version_counter(tensor)
+        # Saved in the middle of a round, it is not one of those that the round waits for.
+        self.round = record.round
+        record.view_count += 1
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor, on ``storage``."""
+        tensor = window(storage, self.offset, self.shape, self.stride, self.dtype)
+        if self.is_conj:
+            tensor = aten._conj.default(tensor)
+        return aten._neg_view.default(tensor) if self.is_neg else tensor
+
+    def check_version(self) -> None:
+        check_version(self.counter, self.version, self.dtype, self.shape)
+
+    def __del__(self) -> None:
+        record = self.record
+        record.view_count -= 1
+        if record.round > self.round:
+            record.mover.read(self)
+
+
+def version_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor whose ``_version`` is that of ``tensor``, now and later."""
+    counter = tensor.detach()
+    # Setting ``.data`` takes the storage, and leaves the counter that ``detach`` shares.
+    counter.data = counter.new_empty(0)
+    return counter
+
+
+def check_version(
+    counter: torch.Tensor, version: int, dtype: torch.dtype, shape: Sequence[int]
+) -> None:
+    """Raise what autograd raises for a saved tensor that was modified in place.
+
+    It leaves that check to whoever sets hooks, which see neither the modification nor the graph.
+    """
+    if counter._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{str(dtype).removeprefix('torch.')}{list(shape)}] is at version "
+            f"{counter._version}; expected version {version} instead."
+        )
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+class Run:
+    """The candidates of one forward, in the order in which they were saved (definition 7)."""
+
+    def __init__(self, before: Run | None) -> None:
+        self.records: list[weakref.ref[Record]] = []
+        self.sizes: list[int] = []
+        # Places, in the order in which they were first read.
+        self.read: dict[int, None] = {}
+        # Places of storages that something else held past the forward.
+        self.found: set[int] = set()
+        self.order: list[int] = []
+        self.cursor = 0
+        self._before = before
+        self._positions: dict[int, int] = {}
+
+    def add(self, record: Record) -> bool:
+        """Take a candidate; whether it may move, as far as the run before can tell."""
+        record.run, record.place = self, len(self.records)
+        self.records.append(weakref.ref(record))
+        self.sizes.append(record.size_bytes)
+        before, place = self._before, record.place
+        if before is None or place not in before.found or before.sizes[place] != record.size_bytes:
+            return True
+        self.found.add(place)
+        return False
+
+    def expect(self) -> None:
+        """Fix the expected order (definition 5)."""
+        if self.order:
+            return
+        places = range(len(self.records))
+        before = self._before
+        learned = before.read if before is not None and before.sizes == self.sizes else {}
+        self.order = [*learned, *(place for place in reversed(places) if place not in learned)]
+        self._positions = {place: position for position, place in enumerate(self.order)}
+        self._before = None
+
+    def go_to(self, record: Record) -> None:
+        """Have what comes after ``record`` come next."""
+        self.cursor = self._positions.get(record.place, -1) + 1
+
+    def next(self) -> Record | None:
+        """The next record in the expected order that is moved and not on the device."""
+        while self.cursor < len(self.order):
+            record = self.records[self.order[self.cursor]]()
+            if record is not None and record.is_moved and record.held is None:
+                return record
+            self.cursor += 1
+        return None
+
+
+# --- moving ---------------------------------------------------------------------------------------
+
+
+class _Sending(NamedTuple):
+    """An offload that is not released: the storage, the copy that reads it, and its bytes."""
+
+    source: torch.Tensor
+    copy: Any
+    size_bytes: int
+
+
+class Mover:
+    """Moves records over ``link`` into blocks of ``shelf`` (definitions 2 to 6)."""
+
+    def __init__(
+        self, link: Link, shelf: Shelf, keep_last_count: int, in_flight_bytes: int
+    ) -> None:
+        self.link = link
+        self.shelf = shelf
+        self.keep_last_count = keep_last_count
+        self.in_flight_bytes = in_flight_bytes
+        self.totals = Totals()
+        self.is_closed = False
+        self._run: Run | None = None
+        # The last run that had a backward.
+        self._learned: Run | None = None
+        self._has_run = False
+        self._waiting: deque[weakref.ref[Record]] = deque()
+        self._sending: dict[int, _Sending] = {}
+        self._sending_bytes = 0
+        self._ahead: dict[int, weakref.ref[Record]] = {}
+        self._ahead_bytes = 0
+        self._reload_count = 0
+
+    # --- the way out ------------------------------------------------------------------------------
+
+    def begin_run(self) -> None:
+        """The next candidate is the first of another forward."""
+        self.end_forward()
+        self._drop_ahead()
+        if self._run is not None and self._run.read:
+            self._learned = self._run
+        self._run = Run(self._learned)
+        self._has_run = False
+
+    def add(self, record: Record) -> bool:
+        """Take a candidate, and move the one that is no longer among the last.
+
+        False if it cannot leave: the run before found that storage held by something else.
+        """
+        assert self._run is not None
+        if not self._run.add(record):
+            return False
+        self._waiting.append(weakref.ref(record))
+        while len(self._waiting) > self.keep_last_count:
+            first = self._waiting.popleft()()
+            if first is not None:
+                self._offload(first)
+        return True
+
+    def end_forward(self) -> None:
+        """Keep what still waits, and release everything that was sent."""
+        self._waiting.clear()
+        self._release(0)
+
+    def _offload(self, record: Record) -> None:
+        # Modified since it was saved: whoever reads it is told so, and needs no bytes.
+        if record.counter._version != record.version or record.here() is None:
+            return
+        # Before there is more: what is released here makes room for what the forward makes next.
+        self._release(self.in_flight_bytes)
+        block = self.shelf.take(record.size_bytes)
+        if block is None:
+            self.totals.over_budget = self.totals.over_budget.plus(record.size_bytes)
+            return
+        source = window(record.held, 0, (record.size_bytes,), (1,))
+        record.block, record.host = block, block.host_tensor(record.size_bytes)
+        record.sent = self.link.send(source, record.host, block.after)
+        record.held = None
+        self._sending[id(record)] = _Sending(source, record.sent, record.size_bytes)
+        self._sending_bytes += record.size_bytes
+        self.totals.offloaded = self.totals.offloaded.plus(record.size_bytes)
+        if not self._has_run:
+            self._has_run = True
+            self.totals.run_count += 1
+
+    def _release(self, most_bytes: int) -> None:
+        """Let go of the storages sent first, until at most ``most_bytes`` are held."""
+        while self._sending and self._sending_bytes > most_bytes:
+            self._let_go(next(iter(self._sending)))
+
+    def _let_go(self, key: int) -> None:
+        sending = self._sending.pop(key, None)
+        if sending is not None:
+            self._sending_bytes -= sending.size_bytes
+            self.link.wait(sending.copy)
+
+    # --- the way back -----------------------------------------------------------------------------
+
+    def bring(self, view: View) -> torch.Tensor:
+        """The saved tensor; and the reloads that are issued because it was read."""
+        record, run = view.record, view.record.run
+        if run is None:
+            return view.on(_there(record))
+        run.expect()
+        run.read.setdefault(record.place)
+        tensor = self._moved(view) if record.is_moved else view.on(_there(record))
+        self._look_ahead(run)
+        return tensor
+
+    def _look_ahead(self, run: Run) -> None:
+        """Reload what comes next in ``run``: one storage at least (definition 4)."""
+        while (record := run.next()) is not None:
+            size = record.size_bytes
+            if self._ahead and self._ahead_bytes + size > self.in_flight_bytes:
+                return
+            self._check_open()
+            self._fetch(record)
+            self._ahead[id(record)] = weakref.ref(record)
+            self._ahead_bytes += size
+
+    def _moved(self, view: View) -> torch.Tensor:
+        record = view.record
+        if record.held is None:
+            if record.here() is None:
+                self._check_open()
+            self._fetch(record)
+            assert record.run is not None
+            record.run.go_to(record)
+        self._no_longer_ahead(record)
+        if record.arriving is not None:
+            buffer, copy = record.arriving
+            self.link.arrive(record.host, buffer[: record.size_bytes], copy)
+            record.arriving = None
+        assert record.held is not None
+        tensor = view.on(record.held)
+        if view.round < record.round:
+            self.read(view)
+        return tensor
+
+    def _fetch(self, record: Record) -> None:
+        """Begin a round of reads: take the storage where it is, or issue its reload."""
+        record.round += 1
+        record.unread_count = record.view_count
+        storage = record.here()
+        if storage is not None:
+            if record.round == 1 and id(record) not in self._sending:
+                self.totals.found = self.totals.found.plus(record.size_bytes)
+                record.run.found.add(record.place)
+            record.held = storage
+            return
+        buffer = self.link.buffer(record.size_bytes)
+        copy = self.link.fetch(record.host, buffer, record.sent)
+        record.block.read_by(self._reload_count, copy)
+        self._reload_count += 1
+        record.arriving = _Arriving(buffer, copy)
+        record.held = buffer.untyped_storage()
+        record.live = weakref.ref(record.held)
+        self.totals.reloaded = self.totals.reloaded.plus(record.size_bytes)
+
+    def read(self, view: View) -> None:
+        """Count ``view`` as read, or gone, in this round; after the last one, let go."""
+        record = view.record
+        view.round = record.round
+        record.unread_count -= 1
+        if record.unread_count == 0 and record.is_moved:
+            self._drop(record)
+
+    def _drop(self, record: Record) -> None:
+        if record.arriving is not None:
+            # Its bytes may be given to someone else, from here on the compute stream.
+            self.link.wait(record.arriving.copy)
+            record.arriving = None
+        record.held = None
+        self._no_longer_ahead(record)
+
+    def _no_longer_ahead(self, record: Record) -> None:
+        if self._ahead.pop(id(record), None) is not None:
+            self._ahead_bytes -= record.size_bytes
+
+    def _drop_ahead(self) -> None:
+        """Let go of what was reloaded for a backward that did not come to it."""
+        for reference in list(self._ahead.values()):
+            record = reference()
+            if record is not None:
+                record.round -= 1
+                self._drop(record)
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def forget(self, record: Record) -> None:
+        """A record has died: nothing of it stays in flight."""
+        self._let_go(id(record))
+        self._drop(record)
+
+    def close(self) -> None:
+        """Wait for copies in flight, and give the host memory back."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.link.drain()
+        self._waiting.clear()
+        self._sending.clear()
+        self._sending_bytes = 0
+        self.shelf.close()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.close()
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise ReplayError(
+                "the offload is closed, and what it had saved on the host is gone",
+                fix="close it after the last backward",
+            )
+
+
+def _there(record: Record) -> torch.UntypedStorage:
+    storage = record.here()
+    if storage is None:
+        raise ReplayError(
+            "the storage of a saved tensor was resized between the forward and the backward",
+            fix="resize it outside, or leave it alone: offload.leave(tensor)",
+        )
+    return storage
