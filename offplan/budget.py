@@ -178,9 +178,9 @@ class Outlooks:
         self.aim = aim
         self.warnings: list[str] = []
         self.profile = aim.profile or self._shipped_profile()
-        times = op_times_ms(facts, self.profile or profile_for(NOMINAL), aim.op_ms)
-        link = self.profile or profile_for(NOMINAL)
-        rates = Rates(link.d2h_bytes_per_s, link.h2d_bytes_per_s, link.copy_latency_s)
+        profile = self.profile or profile_for(NOMINAL)
+        times = op_times_ms(facts, profile, aim.op_ms)
+        rates = Rates(profile.d2h_bytes_per_s, profile.h2d_bytes_per_s, profile.copy_latency_s)
         self.memory = Memory(facts, aim.conditions)
         without = self.memory.timeline()
         self.resting_bytes = without.resting_bytes

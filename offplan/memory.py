@@ -32,7 +32,7 @@ from offplan.allocator import Block, CachingAllocator, charged_bytes
 from offplan.graph import GraphFacts, ModelTensor, Op, StorageId
 from offplan.graph import timeline as ops_of
 from offplan.lifetimes import Held, lifetimes
-from offplan.transfers import DEVICE_ALIGNMENT_BYTES, Transfer
+from offplan.transfers import Transfer, buffer_bytes
 from offplan.workspaces import Scratch, kept_bytes, makes_last_first, temporaries
 
 Optimizer = Literal["none", "sgd", "adamw", "adafactor"]
@@ -256,8 +256,7 @@ class _Step:
             self._moment_in(transfer, op) for op in (transfer.reload_at, transfer.needed_by)
         )
         item_bytes = self.found.item_bytes[key]
-        first = transfer.start // DEVICE_ALIGNMENT_BYTES * DEVICE_ALIGNMENT_BYTES
-        size = -(-(transfer.stop - first) // item_bytes) * item_bytes
+        size = buffer_bytes(transfer.start, transfer.stop, item_bytes)
         last = max(self.found.last_use[key], needed)
         yield _Allocation(size, start, last, "reloaded", transfer.storage, _NEVER)
         if transfer.packed:

@@ -73,15 +73,6 @@ _SEARCHED = 30_000
 _MOST_TRIED = 100
 
 
-@dataclass(frozen=True)
-class Resources:
-    """What a plan may use: ``budget_bytes`` of peak (0: the floor, and everything moves), and
-    ``host_bytes`` of host memory (None: any)."""
-
-    budget_bytes: int
-    host_bytes: int | None = None
-
-
 class Costs(NamedTuple):
     """Milliseconds of each op, and the rates of the link."""
 
@@ -103,20 +94,6 @@ class Planned:
     floor_bytes: int
     time: StepTime
     least_step_ms: float
-
-
-def plan_transfers(
-    facts: GraphFacts,
-    movable: Sequence[Move],
-    memory: Timeline,
-    costs: Costs,
-    resources: Resources,
-) -> Planned:
-    """The transfers that keep the peak within ``resources`` at the least predicted step time.
-
-    Raises ``BudgetError``, naming the floor, if no plan can.
-    """
-    return Planner(facts, movable, memory, costs, resources.host_bytes).plan(resources.budget_bytes)
 
 
 class Planner:

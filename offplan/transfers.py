@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from offplan.allocator import charged_bytes
 from offplan.footprint import Footprint
 from offplan.graph import StorageId
 
@@ -29,9 +28,15 @@ class Move(NamedTuple):
 DEVICE_ALIGNMENT_BYTES = 512
 
 
-def reloaded_bytes(start: int, stop: int) -> int:
-    """What the device allocates for bytes ``start`` to ``stop`` of a storage that comes back."""
-    return charged_bytes(stop - start // DEVICE_ALIGNMENT_BYTES * DEVICE_ALIGNMENT_BYTES)
+def first_byte(start: int) -> int:
+    """Where in its storage the buffer of a range from ``start`` begins."""
+    return start // DEVICE_ALIGNMENT_BYTES * DEVICE_ALIGNMENT_BYTES
+
+
+def buffer_bytes(start: int, stop: int, item_bytes: int) -> int:
+    """Bytes asked for when bytes ``start`` to ``stop`` of a storage come back: whole elements of
+    ``item_bytes``, so that the buffer can be viewed as any dtype."""
+    return -(-(stop - first_byte(start)) // item_bytes) * item_bytes
 
 
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

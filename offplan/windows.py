@@ -13,7 +13,7 @@ from typing import NamedTuple
 from offplan.allocator import charged_bytes
 from offplan.curve import Curve
 from offplan.graph import GraphFacts, Op, Region, StorageId, ValueId, timeline
-from offplan.transfers import DEVICE_ALIGNMENT_BYTES, Move, reloaded_bytes
+from offplan.transfers import Move, buffer_bytes
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ def _sizes(move: Move, item_bytes: int, *, is_rounded: bool) -> tuple[int, int, 
     device allocates them: in whole elements and, on a GPU, whole blocks."""
     footprint = move.footprint
     staging_bytes = footprint.transfer_bytes if footprint.packed else 0
-    if is_rounded:
-        back_bytes = reloaded_bytes(footprint.start, footprint.stop)
-        return charged_bytes(move.size_bytes), back_bytes, charged_bytes(staging_bytes)
-    first = footprint.start // DEVICE_ALIGNMENT_BYTES * DEVICE_ALIGNMENT_BYTES
-    back_bytes = -(-(footprint.stop - first) // item_bytes) * item_bytes
-    return move.size_bytes, back_bytes, staging_bytes
+    back_bytes = buffer_bytes(footprint.start, footprint.stop, item_bytes)
+    asked = move.size_bytes, back_bytes, staging_bytes
+    if not is_rounded:
+        return asked
+    size_bytes, back_bytes, staging_bytes = map(charged_bytes, asked)
+    return size_bytes, back_bytes, staging_bytes
 
 
 def _twins(facts: GraphFacts) -> list[int]:

@@ -387,10 +387,10 @@ def test_check_plan_shares_no_code_with_the_planner() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from offplan.planner import plan_transfers\ndef f():\n    plan_transfers()",
+        "from offplan.planner import Planner\ndef f():\n    Planner()",
         "from offplan.budget import Outlooks\ndef g():\n    Outlooks()\ndef f():\n    g()",
         "from offplan.budget import Outlooks\nclass G:\n    made = Outlooks\ndef f():\n    G()",
-        "from offplan import planner\ndef f():\n    planner.plan_transfers()",
+        "from offplan import planner\ndef f():\n    planner.Planner()",
         "import offplan.curve\ndef f():\n    return offplan.curve.Curve",
         "def f():\n    from offplan.schedule import step_time\n    step_time()",
         # Through a module that plans.

@@ -29,7 +29,7 @@ from offplan.footprint import Footprint
 from offplan.graph import GraphFacts, StorageId, ValueId, timeline
 from offplan.memory import Timeline
 from offplan.plan import check_plan, make_plan
-from offplan.planner import Costs, Planned, Planner, Resources, plan_transfers
+from offplan.planner import Costs, Planned, Planner
 from offplan.schedule import Rates, step_time
 from offplan.transfers import Move, Transfer
 
@@ -118,7 +118,7 @@ def test_a_packed_footprint_says_so_in_the_transfer() -> None:
     built = facts.build()
     (move,) = moves_of(built)
     part = move._replace(footprint=Footprint(8, 108, 10, packed=True))
-    found = plan_transfers(built, [part], memory.timeline(built), costs(built), Resources(0))
+    found = Planner(built, [part], memory.timeline(built), costs(built)).plan(0)
     (transfer,) = found.transfers
     sizes = transfer.start, transfer.stop, transfer.transfer_bytes, transfer.packed
     assert sizes == (8, 108, 10, True)

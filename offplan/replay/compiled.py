@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -107,7 +108,39 @@ class _RealPlacer(Placer):
         return window(placed, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
 
 
-class Replay:
+_S = TypeVar("_S", bound="Steps")
+
+
+class Steps(ABC):
+    """What runs a target's training step, until it is closed.  A context manager."""
+
+    @abstractmethod
+    def forward(self) -> Any:
+        """Run the forward; returns what the model, or its loss, returned."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the steps took."""
+
+    def step(self) -> torch.Tensor:
+        """One forward and backward; gradients accumulate in ``.grad``.  Returns the loss."""
+        loss = loss_of(self.forward())
+        loss.backward()
+        return loss.detach()
+
+    def __enter__(self: _S) -> _S:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Replay(Steps):
     """A target's training step on ``device``, under ``plan`` (None: nothing is moved).
 
     A context manager: ``close`` gives streams and host memory back.  ``host_budget`` limits host
@@ -148,17 +181,6 @@ class Replay:
             step_of(target), backend=_Backend(weakref.ref(self._step)), dynamic=False
         )
 
-    def __enter__(self) -> Replay:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Wait for copies in flight, and give host memory back.  A second call does nothing."""
         self.runtime.close()
@@ -179,12 +201,6 @@ class Replay:
             if self.facts is None:
                 return self._first_forward()
             return self._compiled(*self.target.args, **self.target.kwargs)
-
-    def step(self) -> torch.Tensor:
-        """One forward and backward; gradients accumulate in ``.grad``.  Returns the loss."""
-        loss = loss_of(self.forward())
-        loss.backward()
-        return loss.detach()
 
     def _first_forward(self) -> Any:
         recorder = Recorder(self.target)

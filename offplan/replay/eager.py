@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from offplan.errors import DeviceError, UsageError
 from offplan.measured import PinName
-from offplan.replay.compiled import loss_of
+from offplan.replay.compiled import Steps
 from offplan.replay.gauge import input_tensors
 from offplan.replay.hooks import ActivationOffload, Owners
 from offplan.replay.pinning import DEFAULT_PIN, Pinning, choose
@@ -100,7 +99,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 
 
-class EagerReplay:
+class EagerReplay(Steps):
     """A target's eager training step on ``device``, under an offload of its own.
 
     ``enabled=False`` moves nothing.  A context manager, with the methods of ``compiled.Replay``.
@@ -136,17 +135,6 @@ class EagerReplay:
         )
         self._step = step_of(target)
 
-    def __enter__(self) -> EagerReplay:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Wait for copies in flight, and give host memory back.  A second call does nothing."""
         self.offload.close()
@@ -173,9 +161,3 @@ class EagerReplay:
         active: AbstractContextManager[Any] = self.offload if self.enabled else nullcontext()
         with active:
             return self._step(*self.target.args, **self.target.kwargs)
-
-    def step(self) -> torch.Tensor:
-        """One forward and backward; gradients accumulate in ``.grad``.  Returns the loss."""
-        loss = loss_of(self.forward())
-        loss.backward()
-        return loss.detach()

@@ -30,7 +30,7 @@ def layout(transfers: Sequence[Transfer]) -> Layout:
     offsets = [0] * len(transfers)
     placed: list[tuple[int, int, int]] = []  # (first byte, end, slot), by first byte
     for slot in sorted(range(len(transfers)), key=lambda s: -transfers[s].transfer_bytes):
-        size = _round_up(transfers[slot].transfer_bytes, SLOT_ALIGNMENT_BYTES)
+        size = round_up(transfers[slot].transfer_bytes, SLOT_ALIGNMENT_BYTES)
         start = 0
         for first, end, other in placed:
             if not _overlap(transfers[slot], transfers[other]):
@@ -65,5 +65,6 @@ def _last_use(transfer: Transfer) -> int:
     return transfer.release_by if transfer.needed_by is None else transfer.needed_by
 
 
-def _round_up(size: int, multiple: int) -> int:
+def round_up(size: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is not under ``size``."""
     return -(-size // multiple) * multiple

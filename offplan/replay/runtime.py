@@ -42,7 +42,7 @@ from offplan.footprint import Pattern
 from offplan.replay.host import HostPool, Lease, Pageable, Pinning
 from offplan.replay.packing import gather, scatter, window
 from offplan.trace._torch import storage_key
-from offplan.transfers import DEVICE_ALIGNMENT_BYTES
+from offplan.transfers import buffer_bytes, first_byte
 
 # A copy that was issued: an event on the GPU; None on the CPU, where nothing is left to wait for.
 Copy = Any
@@ -89,12 +89,12 @@ class Slot:
     @property
     def first_byte(self) -> int:
         """Where in the storage the reloaded buffer begins: rounded down, to keep its alignment."""
-        return self.start // DEVICE_ALIGNMENT_BYTES * DEVICE_ALIGNMENT_BYTES
+        return first_byte(self.start)
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes allocated on reload; whole elements, so that it can be viewed as any dtype."""
-        return -(-(self.stop - self.first_byte) // self.item_bytes) * self.item_bytes
+        return buffer_bytes(self.start, self.stop, self.item_bytes)
 
 
 class TransferOps(NamedTuple):

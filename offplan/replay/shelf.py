@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offplan.errors import OffplanError
-from offplan.replay.layout import SLOT_ALIGNMENT_BYTES
+from offplan.replay.layout import SLOT_ALIGNMENT_BYTES, round_up
 from offplan.replay.limits import reserved_bytes
 from offplan.replay.pinning import Pages, Pinning
 
@@ -121,7 +121,7 @@ class Shelf:
         """
         self._check_usable()
         self._collect()
-        size = _round_up(size_bytes)
+        size = round_up(size_bytes, SLOT_ALIGNMENT_BYTES)
         place = bisect_left(self._gaps, (size,))
         if place == len(self._gaps):
             if not self._add_slab(size):
@@ -222,7 +222,3 @@ def _joined(one: _Gap, other: _Gap) -> _Gap:
 
 def _order(gap: _Gap) -> tuple[int, int, int]:
     return gap.size_bytes, gap.slab, gap.start
-
-
-def _round_up(size_bytes: int) -> int:
-    return -(-size_bytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES

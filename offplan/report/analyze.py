@@ -24,6 +24,7 @@ from offplan.report.document import (
     Listing,
     Paragraph,
     Table,
+    counted,
     render_blocks,
 )
 from offplan.report.fold import Group, fold
@@ -377,8 +378,8 @@ def _traced(report: AnalyzeReport) -> Iterator[tuple[str, str]]:
     saved = sum(region.saved for region in report.regions)
     yield (
         "graphs",
-        f"{_counted(len(report.regions), 'region')}, {_counted(forward, 'forward op')}, "
-        f"{_counted(backward, 'backward op')}, {_counted(saved, 'saved value')}",
+        f"{counted(len(report.regions), 'region')}, {counted(forward, 'forward op')}, "
+        f"{counted(backward, 'backward op')}, {counted(saved, 'saved value')}",
     )
     for found in report.breaks:
         yield "graph break", f"{found.source}: {found.reason}" if found.source else found.reason
@@ -519,7 +520,3 @@ def _staying_table(staying: Sequence[Staying]) -> Table:
         ),
         numeric=frozenset((2, 3)),
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")

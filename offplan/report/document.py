@@ -57,6 +57,11 @@ class Listing(NamedTuple):
 Block = Heading | Paragraph | Table | Listing
 
 
+def counted(count: int, noun: str) -> str:
+    """``count`` with ``noun``, in the plural unless it is one."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 # --- text -----------------------------------------------------------------------------------------
 
 

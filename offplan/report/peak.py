@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from offplan.budget import CurvePoint, Predicted, PredictedTime
 from offplan.memory import PARTS, LargeStorage, Prediction
-from offplan.report.document import Block, Heading, Item, Listing, Paragraph, Table
+from offplan.report.document import Block, Heading, Item, Listing, Paragraph, Table, counted
 from offplan.units import format_size
 
 # Sizes that print as they are typed.
@@ -161,7 +161,7 @@ def _answer(predicted: Predicted, asked: Asked, moved: Moved) -> str:
         if limit and asked.text != "floor" and predicted.no_plan.peak_bytes <= limit:
             return "it fits already: nothing moves"
         return "nothing that can move lowers the peak"
-    count = f"{moved.storages:,} storage" + ("" if moved.storages == 1 else "s")
+    count = counted(moved.storages, "storage")
     said = f"moves {count}"
     if predicted.time is not None:
         cost = predicted.time.step_ms / predicted.time.no_plan_ms - 1

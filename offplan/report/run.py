@@ -25,7 +25,7 @@ from offplan.measured import (
     Planned,
     Verification,
 )
-from offplan.report.document import Block, Heading, Paragraph, Table, render_blocks
+from offplan.report.document import Block, Heading, Paragraph, Table, counted, render_blocks
 from offplan.report.peak import Asked, budget_words
 from offplan.units import format_binary, format_size
 
@@ -217,7 +217,7 @@ def _about(report: RunReport) -> Iterator[tuple[str, str]]:
     yield (
         "arms",
         "one process each; one warm-up step, then "
-        + _counted(max(len(arm.measured) for arm in report.arms), "step"),
+        + counted(max(len(arm.measured) for arm in report.arms), "step"),
     )
     if machine.used_bytes > _OWN_CONTEXT_BYTES:
         used, of = format_size(machine.used_bytes), format_size(machine.gpu_memory_bytes)
@@ -329,7 +329,7 @@ def _spent(arm: Arm) -> str:
     samples = [f"{step.step_ms:,.1f}" for step in arm.measured]
     if len(samples) > _MAX_SAMPLES:
         times = sorted(step.step_ms for step in arm.measured)
-        said = f"{_counted(len(times), 'step')} of {times[0]:,.1f} to {times[-1]:,.1f} ms"
+        said = f"{counted(len(times), 'step')} of {times[0]:,.1f} to {times[-1]:,.1f} ms"
     else:
         said = f"{'steps' if len(samples) > 1 else 'step'} of {', '.join(samples)} ms"
     if not arm.moves:
@@ -403,7 +403,7 @@ def _verification(report: RunReport) -> Iterator[Block]:
 
 def _verdict(found: Verification) -> str:
     if not found.ok:
-        return f"Verification failed: {_counted(len(found.differences), 'difference')}"
+        return f"Verification failed: {counted(len(found.differences), 'difference')}"
     if found.not_compared:
         return f"Bits not compared: {found.not_compared}"
     return "Verified: same bits" if not found.noise else "Verified, as far as kernels repeat"
@@ -411,10 +411,8 @@ def _verdict(found: Verification) -> str:
 
 def _verified_lines(report: RunReport, found: Verification) -> Iterator[tuple[str, str]]:
     if found.ok and found.compared:
-        what = (
-            f"losses, {_counted(found.gradients, 'gradient')}, {_counted(found.buffers, 'buffer')}"
-        )
-        yield "same", f"{what}, over {_counted(found.steps, 'step')}: {', '.join(found.compared)}"
+        what = f"losses, {counted(found.gradients, 'gradient')}, {counted(found.buffers, 'buffer')}"
+        yield "same", f"{what}, over {counted(found.steps, 'step')}: {', '.join(found.compared)}"
     if report.engine == "hooks":
         yield "not compared", "the replay: graphs may round otherwise than eager training does"
     if found.ok:
@@ -457,7 +455,3 @@ def _differences_table(found: Sequence[Difference]) -> Table:
         rows=tuple(rows),
         numeric=frozenset((2,)),
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
