@@ -50,7 +50,7 @@ TABLE = {
     "offplan.graph": Allowed("errors files"),
     "offplan.footprint": Allowed("graph"),
     "offplan.eligibility": Allowed("errors units graph footprint"),
-    "offplan.transfers": Allowed("allocator graph footprint"),
+    "offplan.transfers": Allowed("graph footprint"),
     "offplan.allocator": Allowed(),
     "offplan.workspaces": Allowed("gpus graph"),
     "offplan.lifetimes": Allowed("graph footprint"),
