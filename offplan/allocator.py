@@ -13,9 +13,13 @@
     (large) at a time are mapped; mapped bytes are the reserved ones.  What is left of a block is
     then kept from 512 bytes on, in either pool.
 
+6.  Where segments lie is the driver's choice, and decides between equal blocks.  In a process that
+    is new, a later segment has a lower address, so that blocks of the latest one are chosen.  Where
+    segments were given back before, later ones fill the gaps, in an order that nothing here knows;
+    *rising* addresses, by which blocks of the earliest one are chosen, stand for those.
+
 Constants and rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.11, with its default
-settings, for one stream.  A later segment has a lower address, as drivers hand them out: of equal
-blocks, those of the latest segment are chosen.
+settings, for one stream.
 """
 
 from __future__ import annotations
@@ -96,11 +100,12 @@ class CachingAllocator:
     """The blocks of one device and stream.
 
     ``allocated_bytes`` and ``reserved_bytes`` are what ``torch.cuda.memory_allocated`` and
-    ``memory_reserved`` say.
+    ``memory_reserved`` say.  ``rising``: later segments have higher addresses (definition 6).
     """
 
-    def __init__(self, expandable_segments: bool = False) -> None:
+    def __init__(self, expandable_segments: bool = False, rising: bool = False) -> None:
         self.expandable_segments = expandable_segments
+        self.rising = rising
         large_rest_bytes = BLOCK_BYTES if expandable_segments else LARGE_REST_BYTES + 1
         self._small = _Pool(SMALL_SEGMENT_BYTES, BLOCK_BYTES)
         self._large = _Pool(LARGE_SEGMENT_BYTES, large_rest_bytes)
@@ -173,8 +178,11 @@ class CachingAllocator:
         if size >= LEAST_OWN_SEGMENT_BYTES:
             granules = -(-size // OWN_SEGMENT_GRANULE_BYTES)
             segment_bytes = granules * OWN_SEGMENT_GRANULE_BYTES
-        self._next_address -= segment_bytes
-        block = Block(pool, self._next_address, segment_bytes)
+        if self.rising:
+            address, self._next_address = self._next_address, self._next_address + segment_bytes
+        else:
+            address = self._next_address = self._next_address - segment_bytes
+        block = Block(pool, address, segment_bytes)
         self._count_reserved(segment_bytes)
         return block
 

@@ -3,11 +3,15 @@
 1.  A *temporary* is device memory that an op allocates and frees again before it ends.  Its bytes
     follow from the shapes and strides that the op is given, by a formula for each kind of op.
 2.  The formulas are read off torch's kernels (2.11), each checked against what the caching
-    allocator counted on an H200; where a library chooses between algorithms, as cuDNN does for
-    convolutions, they have what the hungriest of the usual ones took: too much rather than too
-    little.  An op that is not listed has no temporaries, as far as was seen.
-3.  A *copy* is a temporary too: kernels that want an input contiguous make one of any other.
-4.  *Kept* is what a library allocates once and never frees.
+    allocator counted on an H200.  An op that is not listed has no temporaries, as far as was seen.
+3.  Where a library *chooses* between algorithms, as cuDNN does for convolutions, nothing in the
+    graph says which it takes.  By their *thrift*, algorithms need
+      0  reordered tensors and partial sums: what the hungriest of the usual ones took, too much
+         rather than too little;
+      1  reordered tensors;
+      2  reordered inputs, the result being written as it has to lie.
+4.  A *copy* is a temporary too: kernels that want an input contiguous make one of any other.
+5.  *Kept* is what a library allocates once and never frees.
 
 Assumes that cuDNN's benchmarking is off and TF32 is at its default.
 """
@@ -31,27 +35,41 @@ _INDEX_BYTES = 8
 
 
 class Scratch(NamedTuple):
-    """Temporaries that are there together, while the last ``missing_count`` outputs are not."""
+    """What a stage of an op allocates, while the last ``missing_count`` outputs are not there yet.
+
+    It is freed at the end of that stage, or of a later one: it is there during ``stage_count``.
+    """
 
     missing_count: int
     sizes: tuple[int, ...]
+    stage_count: int = 1
 
 
 class Call(NamedTuple):
-    """One op: its tensors, its arguments as written (``%`` for a value), and the GPU."""
+    """One op: its tensors, its arguments as written (``%`` for a value), the GPU, and the thrift of
+    the algorithm that a library chooses."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     arguments: tuple[str, ...]
     multiprocessor_count: int
+    thrift: int = 0
+
+
+THRIFTS = range(3)
 
 
 def temporaries(
-    op: Op, values: Sequence[Value], gpu: str = "", deterministic: bool = False
+    op: Op,
+    values: Sequence[Value],
+    gpu: str = "",
+    deterministic: bool = False,
+    thrift: int = 0,
 ) -> tuple[Scratch, ...]:
     """The temporaries of ``op`` on the GPU called ``gpu``, one stage of the op after the other.
 
-    ``deterministic``: with kernels that repeat their results, where torch has them.
+    ``deterministic``: with kernels that repeat their results, where torch has them.  ``thrift``, of
+    ``THRIFTS``, matters where a library ``chooses``.
     """
     target, constants = _unwrapped(op)
     name = target.rpartition(".")[0]
@@ -65,6 +83,7 @@ def temporaries(
         tuple(_plain(values, op.outputs)),
         split_arguments(constants),
         GPUS[gpu_key(gpu) or DEFAULT_GPU].multiprocessor_count,
+        thrift,
     )
     if not call.inputs or not call.outputs:
         return ()
@@ -78,6 +97,23 @@ def temporaries(
     if together:
         stages.append(Scratch(0, tuple(together)))
     return tuple(stages)
+
+
+def together(stages: Sequence[Scratch]) -> Iterator[Scratch]:
+    """Each of ``stages`` with all that is there then: what earlier ones have not freed, too."""
+    for number, stage in enumerate(stages):
+        kept = (
+            size
+            for place, earlier in enumerate(stages[:number])
+            if place + earlier.stage_count > number
+            for size in earlier.sizes
+        )
+        yield stage._replace(sizes=(*kept, *stage.sizes))
+
+
+def chooses(op: Op) -> bool:
+    """Whether a library chooses between algorithms for ``op`` (definition 3)."""
+    return _unwrapped(op)[0].rpartition(".")[0] in _CHOOSES
 
 
 def kept_bytes(ops: Sequence[Op], forward_count: int, gpu: str = "") -> Iterator[tuple[int, int]]:
@@ -371,24 +407,23 @@ def _index(call: Call) -> Iterator[int]:
 
 
 def _index_put(call: Call) -> Iterator[int]:
-    """Accumulating sorts the positions: six lists of them, and scratch memory of the sort; values
-    that are not contiguous are copied (ATen/native/cuda/Indexing.cu)."""
+    """Accumulating sorts the positions: four lists of them, and scratch memory of the sort, which
+    has room for two more; values that are not contiguous are copied before it
+    (ATen/native/cuda/Indexing.cu)."""
     if "True" not in call.arguments:
         yield from _index(call._replace(inputs=call.inputs[:-1]))
         return
     indexes = [value for value in call.inputs[1:-1] if value.dtype == "int64"]
     count = math.prod(_broadcast([value.shape for value in indexes]))
-    yield from (count * _INDEX_BYTES,) * 6
-    yield 24 * KIB
-    yield _copy(call.inputs[-1])
+    list_bytes = count * _INDEX_BYTES
+    yield from (list_bytes, _copy(call.inputs[-1]), *[list_bytes] * 3, 2 * list_bytes + 24 * KIB)
 
 
 def _deterministic_index_add(call: Call) -> Iterator[int]:
     """The source, scaled, is put in place as by ``index_put``."""
     index, source = call.inputs[-2:]
-    yield source.logical_bytes
-    yield from (index.element_count * _INDEX_BYTES,) * 6
-    yield 24 * KIB
+    list_bytes = index.element_count * _INDEX_BYTES
+    yield from (source.logical_bytes, *[list_bytes] * 4, 2 * list_bytes + 24 * KIB)
 
 
 def _broadcast(shapes: Sequence[Sequence[int]]) -> list[int]:
@@ -454,14 +489,15 @@ def _cudnn_attention_backward(call: Call) -> Iterator[int]:
 def _efficient_attention_backward(call: Call) -> Iterator[Scratch]:
     """First the product of output and gradient, and its sum for each query, twice; then the query's
     gradient in 4-byte floats, with a lock for every 64 queries.  The kernel reads the incoming
-    gradient with heads after queries, and copies one that does not lie so."""
+    gradient with heads after queries; one that does not lie so is copied before anything else."""
     batch, heads, length, size = _queries(call)
     gradient = call.inputs[0]
     rows, shape = batch * heads * length, gradient.shape
     lies_so = gradient.stride == (math.prod(shape[1:]), shape[3], shape[1] * shape[3], 1)
-    copies = () if lies_so else (gradient.logical_bytes,)
-    yield Scratch(0, (*copies, rows * size * 4, rows * 4, rows * 4))
-    yield Scratch(0, (*copies, rows * 4, rows * size * 4 + batch * heads * _ceil(length, 64) * 16))
+    if not lies_so:
+        yield Scratch(len(call.outputs), (gradient.logical_bytes,), stage_count=3)
+    yield Scratch(0, (rows * size * 4, rows * 4, rows * 4))
+    yield Scratch(0, (rows * 4, rows * size * 4 + batch * heads * _ceil(length, 64) * 16))
 
 
 def _flash_attention_backward(call: Call) -> Iterator[int]:
@@ -520,37 +556,54 @@ def _convolution(call: Call) -> Iterator[int]:
         return
     if _is_small_on_picture(weight):
         return
-    size = _reordered(value) + _reordered(weight) + _reordered(result)
-    if result.logical_bytes <= _LARGE_OUTPUT_BYTES:
+    size = _reordered(value) + _reordered(weight)
+    if call.thrift < 2:
+        size += _reordered(result)
+    if call.thrift < 1 and result.logical_bytes <= _LARGE_OUTPUT_BYTES:
         size += _SPLIT_OUTPUT_BYTES
     yield size + _LEAST_CONVOLUTION_BYTES
 
 
 def _convolution_backward(call: Call) -> Iterator[Scratch]:
-    """First the input's gradient, then the weight's."""
+    """First the input's gradient, then the weight's, then the bias's, which is a sum.  cuDNN takes
+    a gradient that is contiguous or channels-last, of which a copy is made before if need be."""
+    gradient, weight = call.inputs[0], call.inputs[2]
+    count, wanted = len(call.outputs), [_wants(call, place) for place in range(3)]
+    if any(wanted[:2]) and not (is_contiguous(gradient) or _is_channels_last(gradient)):
+        yield Scratch(count, (gradient.logical_bytes,), stage_count=1 + sum(wanted[:2]))
+    if wanted[0]:
+        count -= 1
+        yield Scratch(count, (_input_gradient_bytes(call),))
+    if wanted[1]:
+        count -= 1
+        yield Scratch(count, (_weight_gradient_bytes(call),))
+    if wanted[2] and gradient.element_count:
+        summed = set(range(len(weight.shape))) - {1}
+        sizes = reduction_bytes(gradient, summed, call.multiprocessor_count)
+        if sizes:
+            yield Scratch(0, sizes)
+
+
+def _input_gradient_bytes(call: Call) -> int:
     gradient, value, weight = call.inputs[:3]
-    stride = _integers(call.arguments[4])
-    is_product = _is_product(value, weight, stride)
-    lies_well = is_contiguous(gradient) or _is_channels_last(gradient)
-    copies = () if lies_well else (gradient.logical_bytes,)
-    moved_bytes = _reordered(gradient) + _reordered(value)
-    if _wants(call, 0):
-        size = _LEAST_CONVOLUTION_BYTES
-        if not is_product:
-            split = _SPLIT_INPUT_BYTES if gradient.logical_bytes <= _LARGE_OUTPUT_BYTES else 0
-            size += moved_bytes + _reordered(weight) + split
-        yield Scratch(len(call.outputs) - 1, (*copies, size))
-    if not _wants(call, 1):
-        return
-    space = math.prod(value.shape[2:])
+    if _is_product(value, weight, _integers(call.arguments[4])):
+        return _LEAST_CONVOLUTION_BYTES
+    size = _reordered(gradient) + _reordered(value) + _reordered(weight)
+    if call.thrift < 1 and gradient.logical_bytes <= _LARGE_OUTPUT_BYTES:
+        size += _SPLIT_INPUT_BYTES
+    return size + _LEAST_CONVOLUTION_BYTES
+
+
+def _weight_gradient_bytes(call: Call) -> int:
+    gradient, value, weight = call.inputs[:3]
     if _is_small_on_picture(weight):
-        size = _SMALL_WEIGHT_BYTES
-    elif is_product and space >= _SMALL_SPACE and min(weight.shape[:2]) >= _FEW_CHANNELS:
+        return _SMALL_WEIGHT_BYTES
+    is_product = _is_product(value, weight, _integers(call.arguments[4]))
+    space = math.prod(value.shape[2:])
+    if is_product and space >= _SMALL_SPACE and min(weight.shape[:2]) >= _FEW_CHANNELS:
         # One product for each sample, then summed.
-        size = value.shape[0] * weight.logical_bytes + _LEAST_CONVOLUTION_BYTES
-    else:
-        size = moved_bytes + _weight_bytes(value, weight)
-    yield Scratch(len(call.outputs) - 1 - _wants(call, 0), (*copies, size))
+        return value.shape[0] * weight.logical_bytes + _LEAST_CONVOLUTION_BYTES
+    return _reordered(gradient) + _reordered(value) + _weight_bytes(value, weight, call.thrift)
 
 
 def _is_small_on_picture(weight: Value) -> bool:
@@ -558,9 +611,11 @@ def _is_small_on_picture(weight: Value) -> bool:
     return weight.shape[1] < _CHANNELS_OF_PICTURES and math.prod(weight.shape[2:]) <= 9
 
 
-def _weight_bytes(value: Value, weight: Value) -> int:
+def _weight_bytes(value: Value, weight: Value, thrift: int) -> int:
     """What the weight's gradient needs besides reordered tensors."""
     padded = weight.logical_bytes // weight.shape[1] * _padded_channels(weight)
+    if thrift >= 1:
+        return padded + KIB
     split = max(_MOST_SPLITS * padded, _LEAST_SPLIT_WEIGHT_BYTES)
     if weight.shape[1] < _CHANNELS_OF_PICTURES:
         # Colours, in fours or eights.
@@ -608,4 +663,5 @@ def _formulas() -> Iterator[tuple[str, Formula]]:
 
 
 _FORMULAS: Mapping[str, Formula] = {f"aten.{name}": formula for name, formula in _formulas()}
+_CHOOSES = {"aten.convolution", "aten.convolution_backward"}
 _DETERMINISTIC: Mapping[str, Formula] = {"aten.index_add": _deterministic_index_add}

@@ -81,6 +81,18 @@ def test_the_smallest_free_block_is_taken_and_of_equal_ones_that_of_the_latest_s
     assert allocator.reserved_bytes == 132 * MiB
 
 
+def test_where_addresses_rise_the_block_of_the_earliest_segment_is_taken() -> None:
+    for rising in (False, True):
+        allocator = CachingAllocator(rising=rising)
+        first, second = allocator.allocate(24 * MiB), allocator.allocate(24 * MiB)
+        assert (second.address > first.address) == rising
+        allocator.release(first)
+        allocator.release(second)
+        taken = allocator.allocate(12 * MiB)
+        assert taken.address == (first if rising else second).address
+        assert allocator.reserved_bytes == 48 * MiB
+
+
 def test_free_neighbours_become_one_block_again() -> None:
     allocator = CachingAllocator()
     blocks = [allocator.allocate(6 * MiB) for _ in range(3)]

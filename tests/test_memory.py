@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,16 +20,26 @@ from facts_builder import DRAWN, FactsBuilder, graph_facts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offplan.allocator import CachingAllocator, charged_bytes
-from offplan.graph import Graph, GraphFacts, ModelTensor, Op, Region, StorageId, ValueId
+from offplan.allocator import Block, CachingAllocator, charged_bytes
+from offplan.graph import (
+    Graph,
+    GraphFacts,
+    ModelTensor,
+    Op,
+    Region,
+    Storage,
+    StorageId,
+    Value,
+    ValueId,
+)
 from offplan.graph import timeline as ops_of
-from offplan.memory import PARTS, Conditions, curve, predict, timeline
+from offplan.memory import PARTS, Conditions, curve, predict, reserved_range, timeline
 from offplan.plan import Plan, make_plan
 from offplan.replay.compiled import Replay, build_real, loss_of
 from offplan.replay.gauge import CpuGauge
 from offplan.trace.capture import TraceOptions, trace
 from offplan.transfers import Transfer
-from offplan.workspaces import kept_bytes, temporaries
+from offplan.workspaces import kept_bytes, temporaries, together
 
 MiB = 1024**2
 RESIDENT = ("parameter", "buffer", "input", "constant")
@@ -387,7 +398,7 @@ class Oracle:
     def temporary_bytes(self, op: Op) -> int:
         outputs = [size for v in op.outputs if (size := self.facts.values[v].logical_bytes)]
         most = 0
-        for stage in temporaries(op, self.facts.values, self.facts.gpu):
+        for stage in together(temporaries(op, self.facts.values, self.facts.gpu)):
             missing = outputs[len(outputs) - stage.missing_count :]
             size = sum(block(size, self.facts) for size in stage.sizes)
             most = max(most, size - sum(block(size, self.facts) for size in missing))
@@ -610,6 +621,90 @@ def test_gradients_of_earlier_steps_are_added_to(name: str) -> None:
     facts, peak_bytes, forward_end_bytes = measured_on_cpu(name, None, accumulates=True)
     found = predict(facts, (), Conditions(accumulate=True))
     assert (found.peak_bytes, found.forward_end_bytes) == (peak_bytes, forward_end_bytes)
+
+
+# --- what is reserved -----------------------------------------------------------------------------
+
+
+@DRAWN
+@given(facts_and_transfers())
+def test_what_is_predicted_to_be_reserved_is_within_its_range(
+    case: tuple[GraphFacts, list[Transfer]],
+) -> None:
+    facts, transfers = case
+    least, most = reserved_range(facts, transfers)
+    assert least <= predict(facts, transfers).reserved_bytes <= most
+    if facts.device == "cpu":
+        assert least == most
+
+
+def convolutions(channels: Sequence[int], kernel: int = 3) -> GraphFacts:
+    """Convolutions, one after the other, of which each result is saved."""
+    facts = FactsBuilder()
+    region = facts.region()
+    value = region.input("x", (8, channels[0], 64, 64))
+    for before, after in pairwise(channels):
+        weight = region.input("w", (after, before, kernel, kernel), kind="parameter")
+        shape = (8, after, 64, 64)
+        value = region.op("aten.convolution.default", [value, weight], shape)
+        region.save(value)
+    built = facts.build()
+    forward = built.regions[0].forward
+    constants = "%, %, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1"
+    ops = tuple(msgspec.structs.replace(op, constants=constants) for op in forward.ops)
+    forward = msgspec.structs.replace(forward, ops=ops)
+    region_facts = msgspec.structs.replace(built.regions[0], forward=forward)
+    return msgspec.structs.replace(built, regions=(region_facts,))
+
+
+def test_where_a_library_chooses_the_range_is_wide_and_the_same_every_time() -> None:
+    facts = convolutions((64, 128, 192, 96))
+    least, most = reserved_range(facts, ())
+    assert least < predict(facts, ()).reserved_bytes <= most
+    assert reserved_range(facts, ()) == (least, most)
+
+
+def test_where_nothing_is_chosen_and_no_block_is_like_another_the_range_is_one_number() -> None:
+    facts = a_step()
+    assert {*reserved_range(facts, ())} == {predict(facts, ()).reserved_bytes}
+
+
+def test_a_reload_is_allocated_before_an_op_that_makes_its_last_output_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    class Recording(CachingAllocator):
+        def allocate(self, size_bytes: int) -> Block:
+            asked.append(size_bytes)
+            return super().allocate(size_bytes)
+
+    monkeypatch.setattr("offplan.memory.CachingAllocator", Recording)
+    found = a_step()
+    mask = ValueId(len(found.values))
+    storage = StorageId(len(found.storages))
+    backward = found.regions[0].backward
+    assert backward is not None
+    (op,) = backward.ops
+    dropout = msgspec.structs.replace(
+        op, target="aten.native_dropout.default", outputs=(*op.outputs, mask)
+    )
+    facts = msgspec.structs.replace(
+        found,
+        values=(*found.values, Value("tensor", storage, "bool", 1, (5 * MiB,), (1,))),
+        storages=(*found.storages, Storage(5 * MiB, "cuda")),
+        regions=(
+            msgspec.structs.replace(
+                found.regions[0], backward=msgspec.structs.replace(backward, ops=(dropout,))
+            ),
+        ),
+    )
+    saved = facts.values[facts.regions[0].saved[0].value].storage
+    assert saved is not None
+    transfer = Transfer(0, saved, 0, 16 * MiB, 16 * MiB, 0, 0, 1, 1)
+    predict(facts, [transfer])
+    output_bytes = facts.values[op.outputs[0]].logical_bytes
+    assert asked[-3:] == [16 * MiB, 5 * MiB, output_bytes]
 
 
 # --- conditions -----------------------------------------------------------------------------------

@@ -15,11 +15,15 @@ from facts_builder import ITEM_BYTES, contiguous
 
 from offplan.graph import Op, StorageId, Value, ValueId
 from offplan.workspaces import (
+    THRIFTS,
+    Scratch,
+    chooses,
     is_contiguous,
     kept_bytes,
     reduction_bytes,
     split_arguments,
     temporaries,
+    together,
 )
 
 MiB = 1024**2
@@ -53,7 +57,7 @@ def most_bytes(op: Op, values: list[Value], gpu: str = H200) -> int:
     return max(
         (
             sum(stage.sizes) - sum(outputs[len(outputs) - stage.missing_count :])
-            for stage in temporaries(op, values, gpu)
+            for stage in together(temporaries(op, values, gpu))
         ),
         default=0,
     )
@@ -191,6 +195,83 @@ def test_the_gradient_of_a_convolutions_input_is_computed_before_its_weights() -
         [none, weight, none],
     )
     assert [stage.missing_count for stage in temporaries(op, values, H200)] == [0]
+
+
+def test_what_a_stage_allocates_stays_for_as_many_stages_as_it_says() -> None:
+    stages = [Scratch(2, (8,), stage_count=2), Scratch(1, (4,)), Scratch(0, (2, 1))]
+    assert [*together(stages)] == [
+        Scratch(2, (8,), stage_count=2),
+        Scratch(1, (8, 4)),
+        Scratch(0, (2, 1)),
+    ]
+
+
+def test_a_gradient_that_attention_cannot_take_is_copied_before_its_outputs_are_made() -> None:
+    shape = (8, 16, 1024, 64)
+    query, result = tensor("float32", shape, (1024, 64, 8192, 1)), tensor("float32", shape)
+    lies_so = tensor("float32", shape, (1048576, 64, 1024, 1))
+    target = "aten._scaled_dot_product_efficient_attention_backward.default"
+
+    def stages(gradient: Value) -> tuple[Scratch, ...]:
+        op, values = an_op(target, "", [gradient, *[query] * 3], [result] * 3)
+        return temporaries(op, values, H200)
+
+    product, last = stages(lies_so)
+    copy = Scratch(3, (query.logical_bytes,), stage_count=3)
+    # As an H200 allocated them: 33554432, then the outputs, 33554432 and 33587200.
+    assert stages(query) == (copy, product, last)
+    assert (product.sizes[0], last.sizes[1]) == (33554432, 33587200)
+
+
+def test_the_gradient_of_a_bias_is_summed_when_the_convolutions_copies_are_gone() -> None:
+    """Of a vision transformer's patches, as an H200 allocated them: a copy of the gradient, the
+    weight's gradient and its workspace, then partial sums of the bias and semaphores."""
+    picture, weight = tensor("float32", (96, 3, 224, 224)), tensor("float32", (1024, 3, 16, 16))
+    gradient = tensor("float32", (96, 1024, 14, 14), (201728, 1, 14336, 1024))
+    none, bias = Value("python"), tensor("float32", (1024,))
+    op, values = an_op(
+        "aten.convolution_backward.default",
+        "%, %, %, [1024], [16, 16], [0, 0], [1, 1], False, [0, 0], 1, [False, True, True]",
+        [gradient, picture, weight],
+        [none, weight, bias],
+    )
+    copy, workspace, sums = temporaries(op, values, H200)
+    assert not is_contiguous(gradient)
+    assert copy == Scratch(2, (gradient.logical_bytes,), stage_count=2)
+    assert workspace.missing_count == 1
+    assert sums == Scratch(0, (138412032, 32))
+
+
+def test_a_sort_of_many_indexes_is_too_large_for_the_small_pool() -> None:
+    """For 65536 of them an H200 allocated 1070591 bytes at once, of large requests."""
+    index, source = tensor("int64", (65536,)), tensor("float32", (65536, 8))
+    table = tensor("float32", (4096, 8))
+    op, values = an_op("aten.index_put.default", "%, [%], %, True", [table, index, source], [table])
+    (stage,) = temporaries(op, values, H200)
+    assert stage.sizes[-1] >= 1070591 > MiB
+    assert sum(stage.sizes[-1:]) <= 2 * index.logical_bytes + 24 * 1024
+
+
+def test_a_more_thrifty_algorithm_takes_no_more_at_any_stage() -> None:
+    rows = [row for row in MEASURED["ops"] if "convolution" in row["target"]]
+    less = 0
+    for op, values in map(measured_op, rows):
+        assert chooses(op)
+        by_thrift = [temporaries(op, values, H200, thrift=thrift) for thrift in THRIFTS]
+        assert by_thrift[0] == temporaries(op, values, H200)
+        for stages in zip(*by_thrift, strict=True):
+            sizes = [sum(stage.sizes) for stage in stages]
+            assert sizes == sorted(sizes, reverse=True)
+            assert len({stage.missing_count for stage in stages}) == 1
+            less += sizes[0] > sizes[-1]
+    assert less >= len(rows) / 2
+
+
+def test_only_where_a_library_chooses_does_thrift_matter() -> None:
+    for row in MEASURED["ops"]:
+        op, values = measured_op(row)
+        if not chooses(op):
+            assert temporaries(op, values, H200, thrift=2) == temporaries(op, values, H200)
 
 
 @pytest.mark.parametrize(
