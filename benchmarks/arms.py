@@ -1,14 +1,13 @@
 """Several plans of one model measured in one process, which builds the model once.
 
 The allocator is emptied between arms, so that peaks do not depend on the arm before.  With the
-environment variable ``GPU_LOCK`` naming a file, timed steps of several processes take turns on it;
-with ``ALLOCATOR_EVENTS`` naming a folder, the allocator's own events of one more step of each arm
-are kept there, to be laid beside a prediction that is off.
+environment variable ``GPU_LOCK`` naming a file, each of several processes has the machine to itself
+for its timed steps (``turns.py``); with ``ALLOCATOR_EVENTS`` naming a folder, the allocator's own
+events of one more step of each arm are kept there, to be laid beside a prediction that is off.
 """
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import gzip
 import json
@@ -16,17 +15,18 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from turns import Turns
 
 from offplan.budget import Aim, Budget, Outlooks
 from offplan.costs import op_times_ms, profile_for
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES
 from offplan.errors import UsageError
 from offplan.graph import save_graph
+from offplan.memory import Conditions, Memory
 from offplan.plan import Draft, Plan, dump_plan
 from offplan.replay.arm import DrawnOn
 from offplan.replay.compiled import Replay, build_real, loss_of
@@ -38,11 +38,25 @@ WARM_UP = 2
 
 
 class Arms:
-    """A model on a device, and the graphs of its step, traced by a first arm without a plan."""
+    """A model on a device, and the graphs of its step, traced by a first arm without a plan.
 
-    def __init__(self, spec: str, params: dict[str, str], device: str, steps: int) -> None:
+    ``deterministic``: with kernels that repeat their bits, where torch has them.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        params: dict[str, str],
+        device: str,
+        steps: int,
+        *,
+        deterministic: bool = False,
+    ) -> None:
+        self.conditions = Conditions(deterministic=deterministic)
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         self.steps = steps
+        self.turns = Turns(os.environ.get("GPU_LOCK"))
         torch.manual_seed(0)
         start = time.perf_counter()
         with DrawnOn(self.device):
@@ -63,7 +77,10 @@ class Arms:
         return Draft(self.facts, rules, DEFAULT_MIN_BYTES)  # type: ignore[arg-type]
 
     def outlooks(self, draft: Draft, budget: Budget | None = None) -> Outlooks:
-        return Outlooks(self.facts, draft.moves, Aim(budget=budget, op_ms=self.op_ms))
+        return Outlooks(self.facts, draft.moves, self.aim(budget))
+
+    def aim(self, budget: Budget | None) -> Aim:
+        return Aim(budget=budget, op_ms=self.op_ms, conditions=self.conditions)
 
     def plan(self, budget: Budget | None, rules: str = DEFAULT_RULES) -> Plan:
         draft = self.draft(rules)
@@ -84,31 +101,31 @@ class Arms:
             self._keep_events(replay, plan)
             if self.facts is None:
                 self.facts = replay.facts
-                with _alone():
+                with self.turns.alone():
                     self._reset(0)
                     self.op_ms = measured_op_times(replay)
         self._reset(0)
         return found if plan is None else self.beside(found, plan)
 
-    @staticmethod
-    def beside(found: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    def beside(self, found: dict[str, Any], plan: Plan) -> dict[str, Any]:
         """What was measured, with what ``plan`` predicts and how far off that is."""
-        found = {**found, "predicted": _predicted(plan)}
+        around = Memory(self.facts, self.conditions).reserved_range(plan.transfers)
+        predicted = {**_predicted(plan), "reserved_range": [around.least_bytes, around.most_bytes]}
+        found = {**found, "predicted": predicted}
         return {**found, "off": _off(found)}
 
     def _steps(self, replay: Replay) -> dict[str, Any]:
         gauge = CudaGauge(self.device) if self.device.type == "cuda" else CpuGauge()
         gauge.settle(self.target)
         readings, bits = [], []
-        for number in range(WARM_UP + self.steps):
+        for number in range(WARM_UP):
             self._reset(number)
-            if number < WARM_UP:
+            readings.append(_step(gauge, replay))
+            bits.append(self._bits())
+        with self.turns.alone():
+            for number in range(WARM_UP, WARM_UP + self.steps):
+                self._reset(number)
                 readings.append(_step(gauge, replay))
-            else:
-                with _alone():
-                    readings.append(_step(gauge, replay))
-            if number < WARM_UP:
-                bits.append(self._bits())
         if self.reference is None:
             self.reference = bits
             self._reset(0)
@@ -208,20 +225,6 @@ def _off(found: dict[str, Any]) -> dict[str, float]:
     return {
         name: predicted[name] / found[name] - 1 for name in names if predicted[name] and found[name]
     }
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """The GPU to this process, where several share it."""
-    path = os.environ.get("GPU_LOCK")
-    if path is None:
-        yield
-        return
-    with open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
 
 
 def link_speed(device_name: str) -> dict[str, Any]:

@@ -3,10 +3,12 @@
     python benchmarks/peak.py models    # 13 models without a plan, at three budgets, at the floor
     python benchmarks/peak.py slice     # eight Qwen3-14B-wide layers at 90 to 60%: against the
                                         # lower bound, and against moving what is saved first
+    python benchmarks/peak.py rules     # three rule sets on them, everything moved, with kernels
+                                        # that repeat their bits: is every bit the same?
 
 Each writes ``<gpu>-peak-<what>.json`` into ``benchmarks/results`` (``--out`` names another folder).
-Exit code 3 if a target was missed.  ``--device cpu --small`` tries the script out
-anywhere.  Several models share the GPU (``--jobs``); their timed steps take turns.
+Exit code 3 if a target was missed.  ``--device cpu --small`` tries the script out anywhere.
+Several models share the GPU (``--jobs``); nothing else runs while one is timed.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ QWEN = ("sample_graphs/qwen3_14b.py", {"layers": "8", "batch": "4", "seq": "4096
 # Budgets of the models, as shares of the way from the floor up to the peak without a plan.
 SHARES = (0.75, 0.5, 0.25)
 SLICE_SHARES = (0.9, 0.8, 0.7, 0.6)
-RULE_SETS = ("no-view", "last-holder")
+RULE_SETS = ("no-view", "last-holder", "whole-storage")
 # A peak may be predicted higher than measured, hardly lower.
 MOST_OVER, MOST_UNDER, MOST_RESERVED, MOST_STEP = 0.003, 0.0005, 0.03, 0.10
 MOST_OVER_BOUND = 1.05
@@ -97,8 +99,9 @@ def _met(arms: Sequence[dict[str, Any]]) -> dict[str, bool]:
     return {
         "peak within 0.3%": all(off <= MOST_OVER for off in peaks),
         "peak never more than 0.05% under": all(off >= -MOST_UNDER for off in peaks),
-        "reserved within 3%": all(
-            abs(arm["off"].get("peak_reserved_bytes", 0)) <= MOST_RESERVED for arm in arms
+        "reserved within 3%, or as far as cuDNN's choices can be known": all(
+            abs(arm["off"].get("peak_reserved_bytes", 0)) <= MOST_RESERVED or _in_a_wide_range(arm)
+            for arm in arms
         ),
         "step within 10%": all(abs(arm["off"].get("step_ms", 0)) <= MOST_STEP for arm in arms),
         "under the budget": all(
@@ -107,6 +110,13 @@ def _met(arms: Sequence[dict[str, Any]]) -> dict[str, bool]:
             if arm["predicted"]["budget_bytes"]
         ),
     }
+
+
+def _in_a_wide_range(arm: dict[str, Any]) -> bool:
+    """Whether reserved bytes are predicted as a range only, and measured inside it."""
+    least, most = arm["predicted"]["reserved_range"]
+    is_wide = most - least > MOST_RESERVED * most
+    return is_wide and least <= arm["peak_reserved_bytes"] <= most
 
 
 _BITS = {True: "same", False: "differ", None: "do not repeat"}
@@ -145,9 +155,7 @@ def model_child(spec: str, params: dict[str, str], device: str) -> Iterator[dict
 
 
 def measure_slice(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
-    spec, params = QWEN
-    if options.small:
-        spec, params = "sample_graphs/tiny_gpt.py", {"layers": "1", "batch": "4"}
+    spec, params = _qwen(options)
     result: dict[str, Any] = {}
     for found in _child("slice", spec, params, options):
         result = _against_bounds(found)
@@ -157,6 +165,11 @@ def measure_slice(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
     if result["exit_code"]:
         print(result["said"])
     return result
+
+
+def _qwen(options: argparse.Namespace) -> tuple[str, dict[str, str]]:
+    """Eight layers; to try the script out, a model that a CPU can train."""
+    return ("sample_graphs/tiny_gpt.py", {"layers": "1", "batch": "4"}) if options.small else QWEN
 
 
 def _against_bounds(found: dict[str, Any]) -> dict[str, Any]:
@@ -233,15 +246,52 @@ def slice_child(spec: str, params: dict[str, str], device: str) -> Iterator[dict
             continue
         budgets[f"{share:.0%}"] = budget
         yield {"arm": {"name": f"budget {share:.0%}", **arms.measure(plan)}}
-    yield {"save_on_cpu": _eager(arms, offloaded=True)}
     for share in NAIVE_SHARES:
         if share in budgets:
             plan = naive_plan(arms, budgets[share])
             yield {"arm": {"name": f"naive {share}", **arms.measure(plan)}}
     yield {"arm": {"name": "floor", **arms.measure(arms.plan(FLOOR))}}
+    yield {"eager": _eager(arms, offloaded=False)}
+    yield {"save_on_cpu": _eager(arms, offloaded=True)}
+
+
+# --- rule sets ------------------------------------------------------------------------------------
+
+
+def measure_rules(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
+    spec, params = _qwen(options)
+    result: dict[str, Any] = {}
+    for found in _child("rules", spec, params, options):
+        arms = found["arms"]
+        met = {
+            "finished": found.get("exit_code") == 0,
+            "the bits repeat without a plan": bool(found.get("repeats")),
+            "bits are the same": all(arm["same_bits"] is True for arm in arms),
+            "moved as planned": all(
+                arm["moved_bytes"] == arm["predicted"]["moved_bytes"] for arm in arms
+            ),
+            **_met(arms),
+        }
+        # Op times are those of other kernels.
+        del met["step within 10%"]
+        result = {"ok": all(met.values()), "met": met, **found}
+        keep(result)
+    for arm in result["arms"]:
+        print(_line(arm))
+    if result["exit_code"]:
+        print(result["said"])
+    return result
+
+
+def rules_child(spec: str, params: dict[str, str], device: str) -> Iterator[dict[str, Any]]:
+    from arms import Arms
+
+    arms = Arms(spec, params, device, steps=3, deterministic=True)
+    first = arms.no_plan()
+    yield {"build_s": arms.build_s, "repeats": arms.repeats}
+    yield {"arm": {"name": "no plan", **arms.beside(first, arms.plan(None))}}
     for rules in RULE_SETS:
         yield {"arm": {"name": rules, **arms.measure(arms.plan(EVERYTHING, rules))}}
-    yield {"eager": _eager(arms, offloaded=False)}
 
 
 def naive_plan(arms: Any, budget: Budget) -> Any:
@@ -350,7 +400,13 @@ def _child(
     """What a process of its own has measured so far, each time that it says something more."""
     words = [sys.executable, __file__, "child", "--what", what, "--device", options.device, spec]
     words += [f"{name}={value}" for name, value in params.items()]
-    environment = {**os.environ, "GPU_LOCK": str(Path(tempfile.gettempdir()) / "offplan-gpu-lock")}
+    # cuBLAS repeats its bits with this, and reads it when it starts.
+    repeatable = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if what == "rules" else {}
+    environment = {
+        **os.environ,
+        **repeatable,
+        "GPU_LOCK": str(Path(tempfile.gettempdir()) / "offplan-gpu-lock"),
+    }
     start = time.perf_counter()
     found: dict[str, Any] = {"spec": spec, "params": params, "arms": []}
     with (
@@ -380,9 +436,12 @@ def _child(
 
 def child(options: argparse.Namespace) -> None:
     params = dict(text.split("=", 1) for text in options.params)
-    measure = {"model": model_child, "slice": slice_child}[options.what]
+    measure = {"model": model_child, "slice": slice_child, "rules": rules_child}[options.what]
     for found in measure(options.spec, params, options.device):
         print(json.dumps(found), flush=True)
+
+
+MEASURES = {"models": measure_models, "slice": measure_slice, "rules": measure_rules}
 
 
 def parse() -> argparse.Namespace:
@@ -390,7 +449,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="benchmark", required=True)
-    for name in ("models", "slice"):
+    for name in MEASURES:
         command = commands.add_parser(name)
         command.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
         command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -398,7 +457,7 @@ def parse() -> argparse.Namespace:
         command.add_argument("--only", help="models whose name has this in it")
         command.add_argument("--jobs", type=int, default=4)
     hidden = commands.add_parser("child")
-    hidden.add_argument("--what", choices=("model", "slice"), required=True)
+    hidden.add_argument("--what", choices=("model", "slice", "rules"), required=True)
     hidden.add_argument("--device", default="cuda")
     hidden.add_argument("spec")
     hidden.add_argument("params", nargs="*")
@@ -411,8 +470,7 @@ def main() -> None:
         child(options)
         return
     results = Results("peak", options.benchmark, options.device, options.out)
-    measure = {"models": measure_models, "slice": measure_slice}[options.benchmark]
-    results.close(measure(options, results.keep))
+    results.close(MEASURES[options.benchmark](options, results.keep))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """What a replay costs and gives on one GPU, and whether every bit stays the same.
 
     python benchmarks/replay.py samples    # every sample, all movable moved, verified     (2 min)
-    python benchmarks/replay.py compare    # three rule sets on eight layers, verified      (4 min)
     python benchmarks/replay.py full       # all 40 layers: without a plan, and with it     (4 min)
     python benchmarks/replay.py flat       # 200 steps: do device and host bytes stay flat  (1 min)
 
@@ -32,8 +31,6 @@ sys.path.insert(0, str(ROOT))
 
 SAMPLES = sorted(path.stem for path in (ROOT / "sample_graphs").glob("*.py"))
 QWEN = "sample_graphs/qwen3_14b.py"
-SLICE = {"layers": "8", "batch": "4", "seq": "4096"}
-RULE_SETS = "no-view,last-holder,whole-storage"
 # At batch 3 the graphs save so little that 150 GB hold the step without a plan.
 FULL = {"layers": "40", "batch": "4", "seq": "4096"}
 FULL_STEPS = 12
@@ -88,16 +85,6 @@ def measure_samples(options: argparse.Namespace) -> dict[str, Any]:
     for case in cases:
         print(f"{'verified' if case['ok'] else 'FAILED':8}  {case['sample']}")
     return {"ok": all(case["ok"] for case in cases), "cases": cases}
-
-
-def measure_compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Eight Qwen3-14B-wide layers under each rule set: peaks, times, and every bit the same."""
-    words = ("--budget", "0", "--device", options.device, "--steps", "3", "--compare", RULE_SETS)
-    found = replay(*_model(SLICE, options), *words)
-    rows = found["report"]["compared"] if found["report"] else []
-    for row in rows:
-        print(row)
-    return {"ok": found["exit_code"] == 0, "rows": rows, "run": found}
 
 
 def measure_full(options: argparse.Namespace) -> dict[str, Any]:
@@ -260,7 +247,6 @@ def child(options: argparse.Namespace) -> None:
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "samples": measure_samples,
-    "compare": measure_compare,
     "full": measure_full,
     "flat": measure_flat,
 }
