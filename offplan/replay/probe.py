@@ -316,21 +316,31 @@ def link_rates(link: Link, timer: Timer, ends: Ends, sizes: Sequence[int]) -> tu
     return tuple(found)
 
 
-def rates_both_ways(link: Link, timer: Timer, ends: Ends) -> tuple[int, int]:
-    """Rates to the host and to the device while the other direction is busy (definition 3)."""
-    size = ends.size_bytes // 4
+def rates_both_ways(
+    link: Link,
+    timer: Timer,
+    ends: Ends,
+    size_bytes: int | None = None,
+    count: int = 4,
+    runs: int = _RUNS,
+) -> tuple[int, int]:
+    """Rates to the host and to the device while the other direction is busy (definition 3).
+
+    Of ``count`` copies of ``size_bytes``, by default a quarter of what the ends have.
+    """
+    size = size_bytes or ends.size_bytes // 4
 
     def send() -> None:
-        _fetch(link, ends, size, 8, wait=False)
-        _send(link, ends, size, 4)
+        _fetch(link, ends, size, 2 * count, wait=False)
+        _send(link, ends, size, count)
 
     def fetch() -> None:
-        _send(link, ends, size, 8, wait=False)
-        _fetch(link, ends, size, 4)
+        _send(link, ends, size, 2 * count, wait=False)
+        _fetch(link, ends, size, count)
 
     return (
-        _rate(4 * size, best_of(timer, send)),
-        _rate(4 * size, best_of(timer, fetch)),
+        _rate(count * size, best_of(timer, send, runs)),
+        _rate(count * size, best_of(timer, fetch, runs)),
     )
 
 
