@@ -122,12 +122,20 @@ def candidates(
             offload_after=uses.last_forward.get(move.storage, span.forward),
             needed_by=needed_by,
             back_by=None if needed_by is None else min(needed_by, span.returned),
-            last=last[key],
+            last=_held_through(last[key], span),
             span=span,
             twins=(twins[move.region], positions[key]),
         )
 
     return [candidate(move) for move in movable]
+
+
+def _held_through(last: int, span: Span) -> int:
+    """The last op during all of which the storage is held.
+
+    A backward without ops returns just before the op that comes next, which memory counts it with.
+    """
+    return min(last, span.backward - 1) if span.backward == span.backward_end else last
 
 
 def _sizes(move: Move, item_bytes: int, *, is_rounded: bool) -> tuple[int, int, int]:

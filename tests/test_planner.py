@@ -275,6 +275,29 @@ def test_twins_are_treated_alike_whatever_the_budget() -> None:
         assert placed[0] == placed[1] == placed[2]
 
 
+def test_a_backward_without_ops_holds_what_it_saved_during_no_op() -> None:
+    """It returns before the op that comes next, which is no cheaper for what was moved of it."""
+    facts = FactsBuilder()
+    first = facts.region()
+    x = first.input("x", (2 * BLOCK,), "bool")
+    saved = first.op("aten.relu.default", [x], (2 * BLOCK,), "bool")
+    y = first.op("aten.relu.default", [saved], (2 * BLOCK,), "bool")
+    first.output(y)
+    first.save(saved)
+    first.gradient_shape = (256,)
+    second = facts.region()
+    second.receive(y, "x", "handed")
+    other = second.op("aten.relu.default", [y], (2 * BLOCK,), "bool")
+    second.output(second.op("aten.relu.default", [other], (2 * BLOCK,), "bool"))
+    second.save(other)
+    second.reads = []
+    built = facts.build()
+    planner = planner_of(built, costs(built))
+    for limit in (planner.floor_bytes, planner.peak_bytes - 1):
+        found = memory.curve(built, planner.plan(limit).transfers)
+        assert max(found) <= limit
+
+
 # --- drawn steps: what every plan keeps to --------------------------------------------------------
 
 
