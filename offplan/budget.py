@@ -7,8 +7,12 @@
     what the caching allocator is predicted to *reserve*, not only what it hands out.
 3.  The planner counts what ops ask for; the allocator hands out whole blocks.  A plan whose
     predicted peak exceeds the budget is planned again with the excess taken off, down to the floor,
-    which is the predicted peak of the plan for the least limit.
-4.  Without a profile of the GPU, copies are placed as for ``NOMINAL`` rates, and no time is
+    which is the predicted peak of the plan for the least limit (of what a compiler fuses, that of
+    the plan that moves everything if it is less).
+4.  Where a compiler fuses ops (``offplan.fusion``), the planner counts with graphs that have
+    transfers in them, and each plan is predicted as it is compiled.
+5.  Such predictions have a band, which a plan for a budget leaves free.
+6.  Without a profile of the GPU, copies are placed as for ``NOMINAL`` rates, and no time is
     predicted.
 """
 
@@ -17,12 +21,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Literal
 
 import msgspec
 
 from offplan.costs import DeviceProfile, op_times_ms, profile_for
 from offplan.errors import BudgetError, UsageError
+from offplan.fusion import BAND, as_run, fused, is_fused
 from offplan.graph import GraphFacts
 from offplan.memory import Conditions, Memory, Prediction
 from offplan.planner import Costs, Planned, Planner
@@ -87,11 +93,21 @@ def of_bytes(size_bytes: int, text: str = "") -> Budget:
     return Budget("bytes", size_bytes, text or str(size_bytes))
 
 
+def given_budget(budget: int | str | None) -> Budget | None:
+    """What a budget given as bytes or as text means.  Raises ``UsageError`` for what means none."""
+    if budget is None or isinstance(budget, str):
+        return None if budget is None else parse_budget(budget)
+    if budget < 0:
+        raise UsageError(f"budget is {budget}", fix="give a number of bytes, or a size")
+    return of_bytes(budget)
+
+
 @dataclass(frozen=True)
 class Aim:
     """What to plan for.  ``profile`` None: the one that is shipped for the GPU of the graphs.
 
     ``op_ms``: measured times by ``costs.op_key``.  ``host_bytes`` limits host memory.
+    ``device_bytes`` is what ``auto`` may use of the device, by default all that the profile says.
     """
 
     budget: Budget | None = None
@@ -99,6 +115,7 @@ class Aim:
     conditions: Conditions = NO_CONDITIONS
     profile: DeviceProfile | None = None
     op_ms: Mapping[str, float] = field(default_factory=dict)
+    device_bytes: int | None = None
 
 
 class PredictedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,6 +152,7 @@ class Predicted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     ``profile`` names what times are predicted for; without one there is no ``time``.  ``op_times``
     says where those of the ops come from.  ``margin_bytes``: what ``auto`` left free.
+    ``band_percent``: what peaks can be off by where a compiler fuses ops; None where it does not.
     """
 
     no_plan: Prediction
@@ -146,6 +164,7 @@ class Predicted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     time: PredictedTime | None = None
     host_budget: int | None = None
     margin_bytes: int | None = None
+    band_percent: int | None = None
 
 
 @dataclass(frozen=True)
@@ -177,15 +196,21 @@ class Outlooks:
         self.facts = facts
         self.aim = aim
         self.warnings: list[str] = []
+        # As they run with any transfers in them; the same facts if they run op by op.
+        self.planned_facts = fused(facts, with_transfers=True)
         self.profile = aim.profile or self._shipped_profile()
         profile = self.profile or profile_for(NOMINAL)
-        times = op_times_ms(facts, profile, aim.op_ms)
+        times = op_times_ms(self.planned_facts, profile, aim.op_ms)
         rates = Rates(profile.d2h_bytes_per_s, profile.h2d_bytes_per_s, profile.copy_latency_s)
-        self.memory = Memory(facts, aim.conditions)
+        self.memory = Memory(self.planned_facts, aim.conditions)
         without = self.memory.timeline()
         self.resting_bytes = without.resting_bytes
-        self.planner = Planner(facts, movable, without, Costs(times, rates), aim.host_bytes)
-        self.no_plan = self.memory.predict(())
+        # A storage of which the compiler saves a copy stays.
+        movable = [move for move in movable if (move.region, move.storage) in without.last]
+        self.planner = Planner(
+            self.planned_facts, movable, without, Costs(times, rates), aim.host_bytes
+        )
+        self.no_plan = self._prediction(())
         self._floor: tuple[Planned, Prediction] | None = None
 
     def _shipped_profile(self) -> DeviceProfile | None:
@@ -239,9 +264,16 @@ class Outlooks:
         if self._floor is None:
             planned = self.planner.plan(self.planner.floor_bytes)
             self._floor = planned, self._predict(planned)
+            if is_fused(self.facts):
+                # Where copies really run can be worse than the planner counts (definition 4).
+                planned = self.planner.plan(0)
+                others = planned, self._predict(planned)
+                self._floor = min(self._floor, others, key=lambda found: found[1].peak_bytes)
         return self._floor
 
     def _device_bytes(self) -> int:
+        if self.aim.device_bytes is not None:
+            return self.aim.device_bytes
         if self.profile is None:
             raise UsageError(
                 "--budget auto needs to know the device's memory",
@@ -250,7 +282,9 @@ class Outlooks:
         return self.profile.memory_bytes
 
     def _within(self, limit: int, budget: Budget) -> tuple[Planned, Prediction]:
-        """The plan that is predicted to stay within ``limit`` (definitions 2 and 3)."""
+        """The plan that is predicted to stay within ``limit`` (definitions 2, 3 and 5)."""
+        asked, band = limit, BAND if is_fused(self.facts) else 0.0
+        limit = int(limit / (1 + band))
 
         def excess_bytes(found: Prediction) -> int:
             held = found.reserved_bytes if budget.kind == "auto" else found.peak_bytes
@@ -271,10 +305,14 @@ class Outlooks:
             inner -= excess_bytes(prediction)
         planned, prediction = self.floor()
         if excess_bytes(prediction) > 0:
-            raise self._infeasible(limit, budget, prediction)
+            raise self._infeasible(asked, budget, prediction, band)
         return planned, prediction
 
-    def _infeasible(self, limit: int, budget: Budget, floor: Prediction) -> BudgetError:
+    def _infeasible(
+        self, limit: int, budget: Budget, floor: Prediction, band: float
+    ) -> BudgetError:
+        least_bytes = ceil(floor.peak_bytes * (1 + band))
+        room = f" with {100 * band:g}% to spare" if band else ""
         parts = sorted(((size, part) for part, size in floor.parts.items() if size), reverse=True)
         made_of = ", ".join(
             f"{format_size(size)} of {part.replace('_', ' ')}" for size, part in parts[:4]
@@ -286,15 +324,21 @@ class Outlooks:
             else f" with {format_size(self.aim.host_bytes)} of host memory"
         )
         return BudgetError(
-            f"no plan keeps the peak within {named}{host}: the floor is "
+            f"no plan keeps the peak within {named}{host}{room}: the floor is "
             f"{format_size(floor.peak_bytes)}, made of {made_of}",
             floor_bytes=floor.peak_bytes,
             where=f"{floor.op_target}, op {floor.op}",
-            fix=f"--budget {floor.peak_bytes} is the least; below it only a smaller step helps",
+            fix=f"--budget {least_bytes} is the least; below it only a smaller step helps",
         )
 
     def _predict(self, planned: Planned) -> Prediction:
-        return self.memory.predict(planned.transfers) if planned.transfers else self.no_plan
+        return self._prediction(planned.transfers) if planned.transfers else self.no_plan
+
+    def _prediction(self, transfers: Sequence[Transfer]) -> Prediction:
+        if not is_fused(self.facts):
+            return self.memory.predict(transfers)
+        ran = as_run(self.facts, transfers)
+        return Memory(ran.facts, self.aim.conditions).predict(ran.transfers)
 
     def _outlook(
         self,
@@ -313,6 +357,7 @@ class Outlooks:
             time=self._time(planned),
             host_budget=self.aim.host_bytes,
             margin_bytes=margin_bytes,
+            band_percent=round(100 * BAND) if is_fused(self.facts) else None,
         )
         return Outlook(planned.transfers, budget_bytes, predicted, tuple(self.warnings))
 

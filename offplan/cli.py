@@ -25,8 +25,9 @@ from offplan.budget import Aim, Budget, CurvePoint, Outlooks, parse_budget
 from offplan.costs import PROFILE_FILE, DeviceProfile, find_profile, save_profile
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES, RuleSet
 from offplan.errors import OffplanError, UsageError
+from offplan.export import Format, LeftOut, export_plan
 from offplan.files import GRAPH_FILE, PLAN_FILE, check_writable, write_atomically
-from offplan.graph import GraphFacts, Partitioner, TargetRef, load_graph, save_graph
+from offplan.graph import Compiler, GraphFacts, Partitioner, TargetRef, load_graph, save_graph
 from offplan.measured import MEASURED_FILE, HostLimits, write_measurement
 from offplan.memory import Conditions
 from offplan.plan import Draft, Plan, load_plan, write_plan
@@ -41,6 +42,8 @@ DEFAULT_MIN_SIZE = format_binary(DEFAULT_MIN_BYTES)
 GRAPH_SUFFIX = ".graph.json"
 # Points of the budget curve: with --budgets, and where no budget is given.
 MANY_BUDGETS, FEW_BUDGETS = 17, 6
+# How many storages that an export leaves out are said one by one.
+MANY_LEFT_OUT = 12
 
 app = typer.Typer(
     name="offplan",
@@ -109,6 +112,12 @@ Attention = Annotated[
     Literal["flash", "cudnn", "efficient", "math"] | None,
     typer.Option(help="Attention kernel to trace, in place of the one that the GPU would choose."),
 ]
+CompilerName = Annotated[
+    Literal["aot_eager", "inductor"],
+    typer.Option(
+        help="What compiles the graphs: AOTAutograd alone, or Inductor, whose passes run."
+    ),
+]
 PartitionerName = Annotated[
     Literal["min-cut", "default"], typer.Option(help="Which AOTAutograd partitioner to use.")
 ]
@@ -162,6 +171,7 @@ class _Request:
     device: str
     gpu: str | None
     attention: str | None
+    compiler: Compiler
     partitioner: Partitioner
 
 
@@ -196,6 +206,7 @@ def analyze(
     device: Device = "cuda",
     gpu: GpuName = None,
     attention: Attention = None,
+    compiler: CompilerName = "aot_eager",
     partitioner: PartitionerName = "min-cut",
     rules: Rules = None,
     min_size: MinSize = DEFAULT_MIN_SIZE,
@@ -237,7 +248,7 @@ def analyze(
         profile=_profile(profile),
     )
     min_bytes = parse_size(min_size)
-    request = _Request(target, param or [], device, gpu, attention, partitioner)
+    request = _Request(target, param or [], device, gpu, attention, compiler, partitioner)
     # A trace can take a minute: what would fail at its end is refused at its beginning.
     if str(output) == "-":
         raise UsageError("-o names a file; the report on stdout is chosen by --format")
@@ -287,6 +298,7 @@ def gate(
     device: Device = "cuda",
     gpu: GpuName = None,
     attention: Attention = None,
+    compiler: CompilerName = "aot_eager",
     partitioner: PartitionerName = "min-cut",
     min_size: MinSize = DEFAULT_MIN_SIZE,
     format: Annotated[
@@ -308,7 +320,7 @@ def gate(
     )
     thresholds = given.or_else(gates.read_config(Path.cwd()))
     old = None if thresholds.baseline is None else load_plan(thresholds.baseline)
-    request = _Request(target, param or [], device, gpu, attention, partitioner)
+    request = _Request(target, param or [], device, gpu, attention, compiler, partitioner)
     plan = _plan_of(request, thresholds.rules or DEFAULT_RULES, parse_size(min_size))
     result = gates.check(plan, thresholds, thresholds.rules, old)
     typer.echo(render_gate(result, format, _width()), nl=False)
@@ -330,6 +342,13 @@ def run(
     device: Annotated[
         Literal["cuda", "cpu"] | None,
         typer.Option(help="Where to replay; the plan's device if not given, cuda for a target."),
+    ] = None,
+    compiler: Annotated[
+        Literal["aot_eager", "inductor"] | None,
+        typer.Option(
+            help="What compiles the graphs; the plan's compiler if not given, aot_eager for a "
+            "target."
+        ),
     ] = None,
     rules: Rules = None,
     compare: Annotated[
@@ -372,6 +391,7 @@ def run(
     host_bytes = None if host_budget is None else parse_size(host_budget)
     wanted = Wanted(
         device=device,
+        compiler=compiler,
         budget=_parse_budget(budget),
         rules=rules,
         compare=compared,
@@ -461,6 +481,53 @@ def device(
         raise typer.Exit(3)
 
 
+@app.command()
+@_reports_errors
+def export(
+    plan: Annotated[Path, typer.Argument(metavar="[PLAN]", help="A plan file.")] = DEFAULT_PLAN,
+    to: Annotated[
+        Format,
+        typer.Option(
+            "--to",
+            help="A module that marks joint graphs for PyTorch's activation offloading, or with "
+            "MUST_CPU_OFFLOAD tags; or a list of what moves.",
+        ),
+    ] = ...,  # type: ignore[assignment]
+    graph: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help=f"The plan's graphs (*{GRAPH_SUFFIX}): json names ops."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Where to write; stdout if not given."),
+    ] = None,
+    traceback_: ShowTraceback = False,
+) -> None:
+    """Write what PLAN moves in a form that other runtimes take, and say what that leaves out."""
+    if graph is not None and to != "json":
+        raise UsageError(f"--graph names ops for --to json; --to {to} does not need it")
+    facts = None if graph is None else load_graph(graph)
+    exported = export_plan(load_plan(plan), to, facts)
+    if output is not None:
+        write_atomically(output, exported.text.encode(), exported.kind)
+    else:
+        typer.echo(exported.text, nl=False)
+    _say_left_out(exported.left_out)
+    size = format_binary(exported.moved_bytes)
+    typer.echo(f"moves: {exported.moved_count} of {exported.planned_count}, {size}", err=True)
+    if output is not None:
+        typer.echo(f"wrote {output}", err=True)
+
+
+def _say_left_out(left_out: tuple[LeftOut, ...]) -> None:
+    for each in left_out[:MANY_LEFT_OUT]:
+        typer.echo(f"left out: {each}", err=True)
+    more = left_out[MANY_LEFT_OUT:]
+    if more:
+        size = format_binary(sum(each.size_bytes for each in more))
+        typer.echo(f"left out: {len(more)} more, {size}, as the file says", err=True)
+
+
 def _host_limits(max_pin_bytes: int | None) -> HostLimits:
     from offplan.replay.probe import host_limits
 
@@ -510,10 +577,12 @@ def _analyzed(
     measured: bool = False,
 ) -> _Analysis:
     """The plan, and ``points`` budgets of the curve; with op times ``measured`` on the device."""
+    if measured:
+        _check_can_measure(request)
     with Progress() as progress:
         facts, seconds = _facts_of(request, progress)
         if measured:
-            aim = replace(aim, op_ms=_measured_times(request, facts, progress))
+            aim = replace(aim, op_ms=_measured_times(facts, progress))
         progress.phase("analysis")
         start = time.perf_counter()
         draft = Draft(facts, rules, min_bytes)
@@ -524,12 +593,18 @@ def _analyzed(
         return _Analysis(facts, plan, timing, curve)
 
 
-def _measured_times(request: _Request, facts: GraphFacts, progress: Progress) -> dict[str, float]:
+def _check_can_measure(request: _Request) -> None:
     if request.target.endswith(GRAPH_SUFFIX):
         raise UsageError(
             f"--op-times measured: {request.target} is a saved graph, and its ops cannot be run",
             fix="name the target",
         )
+    from offplan.replay.measure import check_can_measure
+
+    check_can_measure(request.compiler)
+
+
+def _measured_times(facts: GraphFacts, progress: Progress) -> dict[str, float]:
     from offplan.replay.measure import op_times
 
     found, note = op_times(facts, on_phase=progress.phase)
@@ -554,7 +629,9 @@ def _facts_of(request: _Request, progress: Progress) -> tuple[GraphFacts, dict[s
     progress.phase("starting torch")
     from offplan.trace.capture import Clock, TraceOptions, trace
 
-    options = TraceOptions(request.device, request.gpu, request.attention, request.partitioner)
+    options = TraceOptions(
+        request.device, request.gpu, request.attention, request.partitioner, request.compiler
+    )
     clock = Clock(on_phase=progress.phase)
     facts = trace(request.target, _parse_params(request.params), options, clock)
     return facts, clock.seconds
@@ -573,10 +650,11 @@ def _refuse_params(request: _Request, what: str) -> None:
 
 
 def _refuse_trace_options(request: _Request) -> None:
-    given = (request.device, request.gpu, request.attention, request.partitioner)
-    if given not in (("cuda", None, None, "min-cut"), ("cpu", None, None, "min-cut")):
+    given = (request.gpu, request.attention, request.compiler, request.partitioner)
+    if given != (None, None, "aot_eager", "min-cut"):
         raise UsageError(
-            f"{request.target} is traced already: it takes no --gpu, --attention, --partitioner"
+            f"{request.target} is traced already: it takes no --gpu, --attention, --compiler, "
+            "--partitioner"
         )
 
 

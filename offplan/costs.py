@@ -239,9 +239,12 @@ def op_times_ms(
     issued_ms = ended_ms = 0.0
     host_ms = profile.host_op_s * 1000
     starts = _host_starts_ms(facts, profile)
-    for place, device_ms in enumerate(device_times_ms(facts, profile, measured)):
+    device = device_times_ms(facts, profile, measured)
+    for place, (op, device_ms) in enumerate(zip(timeline(facts), device, strict=True)):
         issued_ms += starts.get(place, 0.0)
-        issued_ms += host_ms if device_ms else host_ms * VIEW_HOST_PART
+        if op.outputs or op.mutates:
+            # An op without either is part of a kernel elsewhere.
+            issued_ms += host_ms if device_ms else host_ms * VIEW_HOST_PART
         before_ms = ended_ms
         if device_ms:
             ended_ms = max(ended_ms, issued_ms) + device_ms

@@ -35,6 +35,7 @@ StorageId = NewType("StorageId", int)
 ValueKind = Literal["tensor", "symint", "python"]
 InputKind = Literal["parameter", "buffer", "input", "constant", "handed", "saved", "tangent"]
 OutputKind = Literal["output", "mutated", "saved", "gradient"]
+Compiler = Literal["aot_eager", "inductor"]
 Partitioner = Literal["min-cut", "default"]
 
 
@@ -125,10 +126,62 @@ class GraphOutput(_Record, frozen=True):
     name: str
 
 
+class Buffer(_Record, frozen=True):
+    """An allocation of a compiled graph, or an input of it.
+
+    ``value`` is what it holds; None for what no op of the graph returns, such as the parts of a
+    reduction in two steps.  ``over`` is the input's buffer that it takes the place of, once that is
+    read, where the input is the graph's own: which holds for what a transfer brought back.
+    """
+
+    size_bytes: int
+    value: ValueId | None
+    over: int | None = None
+
+
+class Kernel(_Record, frozen=True):
+    """A kernel of a compiled graph, in place of ``ops`` (positions in the graph), the last of which
+    is the one that it is known by.
+
+    It runs where the op at position ``at`` stands, or just before the kernels that come next;
+    ``reads`` and ``makes`` are buffers, ``writes`` those made before that it writes to.  ``call``
+    names what it calls in a library, and is empty for a kernel that the compiler writes.  It runs
+    in one call with the kernel before it if ``joined``, and no transfer stands between them: what
+    they read is freed together.
+
+    ``at`` is where what it makes is first needed in memory.  Where that can be before, as an
+    offload of it needs it as soon as it is there, the position is ``early``.
+    """
+
+    at: int
+    ops: tuple[int, ...]
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    writes: tuple[int, ...] = ()
+    call: str = ""
+    joined: bool = False
+    early: int | None = None
+
+
+class Lowering(_Record, frozen=True):
+    """What a compiler makes of a graph: kernels in the order in which they run.  A value that no
+    buffer holds is never in memory.  ``outputs`` has the buffer of each output of the graph; None
+    where that is no tensor."""
+
+    buffers: tuple[Buffer, ...]
+    kernels: tuple[Kernel, ...]
+    outputs: tuple[int | None, ...]
+
+
 class Graph(_Record, frozen=True):
+    """``lowering`` is there if a compiler fuses the ops, and was asked how: with transfers in the
+    graph.  Without any, the compiler reorders kernels and reuses buffers: ``lowering_alone``."""
+
     inputs: tuple[GraphInput, ...]
     ops: tuple[Op, ...]
     outputs: tuple[GraphOutput, ...]
+    lowering: Lowering | None = None
+    lowering_alone: Lowering | None = None
 
 
 class SavedValue(_Record, frozen=True):
@@ -176,7 +229,7 @@ class GraphFacts(_Record, frozen=True):
     device: str
     gpu: str
     attention: str
-    compiler: str
+    compiler: Compiler
     partitioner: Partitioner
     model: tuple[ModelTensor, ...]
     storages: tuple[Storage, ...]
@@ -258,6 +311,10 @@ def _problems(facts: GraphFacts) -> Iterator[str]:
         yield from _value_problems(facts, index, value)
     value_count = len(facts.values)
     for region_index, region in enumerate(facts.regions):
+        for graph in filter(None, (region.forward, region.backward)):
+            for lowering in _lowerings(graph):
+                for problem in _lowering_problems(graph, lowering):
+                    yield f"regions[{region_index}] has a lowering {problem}"
         for used in _used_ids(region):
             if not 0 <= used < value_count:
                 yield f"regions[{region_index}] uses value {used}, of {value_count}"
@@ -282,6 +339,31 @@ def _value_problems(facts: GraphFacts, index: int, value: Value) -> Iterator[str
         yield f"values[{index}] reaches past the end of its storage"
 
 
+def _lowerings(graph: Graph) -> Iterator[Lowering]:
+    yield from filter(None, (graph.lowering, graph.lowering_alone))
+
+
+def _lowering_problems(graph: Graph, lowering: Lowering) -> Iterator[str]:
+    buffer_count, op_count = len(lowering.buffers), len(graph.ops)
+    if len(lowering.outputs) != len(graph.outputs):
+        yield f"with {len(lowering.outputs)} outputs, of {len(graph.outputs)}"
+    used = [output for output in lowering.outputs if output is not None]
+    used += [
+        buffer
+        for kernel in lowering.kernels
+        for buffer in (*kernel.reads, *kernel.makes, *kernel.writes)
+    ]
+    used += [buffer.over for buffer in lowering.buffers if buffer.over is not None]
+    if used and not 0 <= min(used) <= max(used) < buffer_count:
+        yield f"that uses buffers beyond its {buffer_count}"
+    if any(buffer.size_bytes < 0 for buffer in lowering.buffers):
+        yield "with a buffer of negative size"
+    for kernel in lowering.kernels:
+        early = () if kernel.early is None else (kernel.early,)
+        if not all(0 <= op < op_count for op in (kernel.at, *early, *kernel.ops)):
+            yield f"with a kernel of ops beyond its {op_count}"
+
+
 def _used_ids(region: Region) -> Iterator[int]:
     for saved in region.saved:
         yield saved.value
@@ -293,3 +375,5 @@ def _used_ids(region: Region) -> Iterator[int]:
         yield from (item.value for item in graph.outputs if item.value is not None)
         for op in graph.ops:
             yield from (*op.inputs, *op.outputs, *op.mutates)
+        for lowering in _lowerings(graph):
+            yield from (b.value for b in lowering.buffers if b.value is not None)

@@ -99,13 +99,14 @@ class Moments:
 @dataclass(frozen=True)
 class Lifetimes:
     """Allocations, and for each region and saved storage that is not resident its place in
-    ``held``, the moment of its last use in the backward (-1: none), and the size of the largest
-    element of its saved values."""
+    ``held``, the moments of its last use in the forward and in the backward (-1: none), and the
+    size of the largest element of its saved values."""
 
     moments: Moments
     held: tuple[Held, ...]
     residents: tuple[Resident, ...]
     saved: dict[tuple[int, StorageId], int]
+    last_forward: dict[tuple[int, StorageId], int]
     last_use: dict[tuple[int, StorageId], int]
     item_bytes: dict[tuple[int, StorageId], int]
 
@@ -273,6 +274,7 @@ class _Reader:
         self.starts = [-1] * len(facts.storages)
         self.ends = [-1] * len(facts.storages)
         self.extra: list[Held] = []
+        self.last_forward: dict[tuple[int, StorageId], int] = {}
         self.last_use: dict[tuple[int, StorageId], int] = {}
         # By storage of a handed output: the gradients that later regions return for it.
         self.arriving: dict[int, list[ValueId]] = defaultdict(list)
@@ -349,6 +351,9 @@ class _Reader:
             self._make(item.value, at.call)
             self._hold(item.value, at.returned)
         self._run(graph, at.first)
+        for saved in self.facts.regions[number].saved:
+            used = StorageId(self.tracked[saved.value])
+            self.last_forward[number, used] = self.ends[used] if used >= 0 else -1
         for output in graph.outputs:
             if output.value is not None:
                 self._make(output.value, at.returned)
@@ -442,13 +447,13 @@ class _Reader:
         return at.call if self.frees_tangents else at.returned
 
     def _place(self, graph: Graph, value: ValueId, storage: int) -> None:
-        """Put ``value`` and its views in ``graph`` on another storage."""
+        """Put ``value``, its views and what else holds it in ``graph`` on another storage."""
         before = self.tracked[value]
         self.tracked[value] = storage
         for op in graph.ops:
-            for output in op.outputs:
-                if self.tracked[output] == before >= 0:
-                    self.tracked[output] = storage
+            for used in (*op.inputs, *op.outputs):
+                if self.tracked[used] == before >= 0:
+                    self.tracked[used] = storage
 
     def _note_last_uses(self, number: int, region: Region, at: GraphMoments) -> None:
         assert region.backward is not None
@@ -510,7 +515,15 @@ class _Reader:
                     size = self.facts.values[item.value].item_bytes
                     item_bytes[key] = max(size, item_bytes.get(key, 1))
         residents = tuple(self._residents())
-        return Lifetimes(self.moments, tuple(held), residents, saved, self.last_use, item_bytes)
+        return Lifetimes(
+            self.moments,
+            tuple(held),
+            residents,
+            saved,
+            self.last_forward,
+            self.last_use,
+            item_bytes,
+        )
 
     def _residents(self) -> Iterator[Resident]:
         """In the order of the model, as they were allocated; inputs last."""

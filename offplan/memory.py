@@ -4,8 +4,9 @@
     runtime allocates between ops is counted with the op beside it.
 2.  *Resting* are parameters, buffers, inputs and constants, optimizer state, gradients of earlier
     steps (if accumulated), and what libraries keep.
-3.  A moved storage is held until its release; its reload buffer from the reload to the last use in
-    the backward; the packed bytes of a packed transfer while they wait for their copy.
+3.  A moved storage is held until its release, and as long as the forward uses it (a compiler may
+    run an op after the release that it stood before); its reload buffer from the reload to the last
+    use in the backward; the packed bytes of a packed transfer while they wait for their copy.
 4.  Each op's temporaries (``offplan.workspaces``) are held during that op, or a stage of it.
 5.  Bytes at an op count every allocation as if it had a segment of its own.  The *peak* is what the
     caching allocator would count (``offplan.allocator``), which also reuses what is left of larger
@@ -298,7 +299,9 @@ class _Step:
             place = self.found.saved.get((transfer.region, transfer.storage))
             if place is None:
                 continue
-            release = self._moment(transfer.release_by)
+            # What a compiler runs later than traced keeps it beyond its release.
+            last = self.found.last_forward[transfer.region, transfer.storage]
+            release = max(self._moment(transfer.release_by), last)
             leaves = self._moment(transfer.offload_after) + 1
             moved[place] = moved[place]._replace(end=release, leaves=leaves)
             if transfer.packed:

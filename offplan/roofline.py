@@ -153,7 +153,9 @@ def is_view(facts: GraphFacts, op: Op) -> bool:
         return False
     if _kind(op) in _ALLOCATIONS:
         return True
-    given = {facts.values[value].storage for value in op.inputs}
+    values = [facts.values[value] for value in op.inputs]
+    # What an op only holds it does not read (``offplan.fusion``).
+    given = {value.storage for value in values if value.kind == "tensor"}
     made = {facts.values[value].storage for value in op.outputs} - given
     return not any(storage is not None and _is_on_device(facts, storage) for storage in made)
 

@@ -19,7 +19,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 
@@ -41,6 +41,10 @@ class Target:
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any], torch.Tensor] | None = None
+
+
+def is_model(value: Any) -> TypeGuard[torch.nn.Module]:
+    return isinstance(value, torch.nn.Module)
 
 
 @dataclass(frozen=True)

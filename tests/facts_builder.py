@@ -243,7 +243,7 @@ class FactsBuilder:
             device=self.device,
             gpu="H200" if self.device == "cuda" else "",
             attention="auto",
-            compiler="aot",
+            compiler="aot_eager",
             partitioner="min-cut",
             model=(),
             storages=tuple(self.storages),

@@ -48,7 +48,7 @@ def test_autograd_walked_from_python_records_what_the_engine_records(name, monke
     by_engine = facts_of(name)
 
     @contextmanager
-    def from_python(machine):
+    def from_python(machine, compiler):
         with python_backward():
             yield
 

@@ -87,6 +87,6 @@ def test_an_interrupt_is_not_turned_into_an_error(monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("offplan.trace.capture.aot_module_simplified", interrupt)
+    monkeypatch.setattr("offplan.trace.compilers.aot_module_simplified", interrupt)
     with pytest.raises(KeyboardInterrupt):
         trace(f"{TARGETS.parent / 'working.py'}:plain", {}, TraceOptions(device="cpu"))

@@ -19,6 +19,7 @@ from offplan.replay.compiled import Replay, loss_of
 from offplan.replay.host import HostMemoryError, HostPool
 from offplan.replay.pinning import Pageable
 from offplan.replay.runtime import CpuLink, Runtime, Slot
+from offplan.trace._torch import empty_host_cache
 
 MIB = 1024**2
 ROOT = Path(__file__).parent.parent
@@ -313,6 +314,7 @@ import torch
 from offplan.replay.host import HostPool
 from offplan.replay.pinning import Locked, Pageable
 from offplan.replay.runtime import CpuLink, Runtime, Slot
+from offplan.trace._torch import empty_host_cache
 
 class Says(Pageable):
     name, is_pinned = "register", True
@@ -427,13 +429,32 @@ def test_a_forked_child_gets_zeros_and_shares_no_page_with_its_parent():
     assert said(SAYS, program) == ["pin", "child sees 0", "parent sees 7", "unpin 1"]
 
 
+def test_an_event_is_not_destroyed_in_a_forked_child():
+    """CUDA is not there in the child, and its destruction would abort the process."""
+    program = """
+    import gc, os, weakref
+    from offplan.replay.runtime import Event
+    event = Event()
+    child = os.fork()
+    there = weakref.ref(event)
+    del event
+    gc.collect()
+    os.write(1, b"%s %s\\n" % (b"parent" if child else b"child", str(there()).encode()[:5]))
+    os._exit(0) if child == 0 else os.waitpid(child, 0)
+    """
+    lines = said(program)
+    assert sorted(line.split()[0] for line in lines) == ["child", "parent"]
+    assert "parent None" in lines
+    assert "child None" not in lines
+
+
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
 def pinned_bytes() -> tuple[int, int, int]:
     """Bytes locked and mappings of this process, and pinned by torch."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    torch.accelerator.empty_host_cache()
+    empty_host_cache()
     return (
         int(status["VmLck"].split()[0]) * 1024,
         len(Path("/proc/self/maps").read_text().splitlines()),

@@ -15,7 +15,7 @@ from offplan.errors import PlanError
 from offplan.footprint import footprint
 from offplan.graph import StorageId, Value
 from offplan.plan import Plan, make_plan
-from offplan.replay import compiled
+from offplan.replay import graphs
 from offplan.replay.compiled import Replay
 from offplan.replay.host import Layout
 from offplan.replay.packing import gather, piece_bytes, pieces, scatter
@@ -143,7 +143,7 @@ def rewriting(
     """Replay a step of ``body`` with ``watch`` in place of ``insert_transfers``."""
     plan = planned(body)
     assert plan.transfers
-    monkeypatch.setattr(compiled, "insert_transfers", watch)
+    monkeypatch.setattr(graphs, "insert_transfers", watch)
     with Replay(target(body), plan, device="cpu") as replay:
         replay.step()
 
@@ -314,14 +314,14 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("change", "why"), REFUSALS)
 def test_an_unsafe_transfer_is_refused_with_the_graphs_unchanged(change, why, monkeypatch):
-    def watch(forward, backward, template, transfers, layout, runtime):
+    def watch(forward, backward, template, transfers, layout, runtime, *rest):
         before = printed(forward), printed(backward)
         wrong = [msgspec.structs.replace(transfers[-1], **change)]
         with pytest.raises(PlanError, match=why):
-            insert_transfers(forward, backward, template, wrong, Layout((0,), 0), runtime)
+            insert_transfers(forward, backward, template, wrong, Layout((0,), 0), runtime, *rest)
         assert (printed(forward), printed(backward)) == before
         assert runtime.slots == []
-        return insert_transfers(forward, backward, template, transfers, layout, runtime)
+        return insert_transfers(forward, backward, template, transfers, layout, runtime, *rest)
 
     rewriting(_layers, watch, monkeypatch)
 

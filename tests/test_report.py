@@ -56,8 +56,8 @@ def analyzed(plan: Plan, top: int = 12) -> str:
 
 ANALYZED = """\
 model.py layers=3
-  traced for   cuda (H200), torch 2.14.1, aot compiler, min-cut partitioner,
-               attention auto
+  traced for   cuda (H200), torch 2.14.1, aot_eager compiler, min-cut
+               partitioner, attention auto
   graphs       1 region, 19 forward ops, 14 backward ops, 14 saved values
   graph break  model.py:40: call to print
   took         41.1 s: build 1.2 s, capture 32.0 s, partition 7.5 s, analysis

@@ -293,7 +293,9 @@ def traced(monkeypatch) -> list[str]:
         from offplan.trace.capture import TraceOptions, trace
 
         devices.append(choices.device)
-        options = TraceOptions(choices.device, None, choices.attention, choices.partitioner)
+        options = TraceOptions(
+            choices.device, None, choices.attention, choices.partitioner, choices.compiler
+        )
         return trace(choices.target.spec, choices.target.params, options)
 
     monkeypatch.setattr(measuring, "_traced", trace_here)
@@ -598,7 +600,7 @@ def test_a_plan_for_which_host_memory_is_short_is_made_for_what_there_is(here, t
     )
     leaves = f"cgroup leaves {amount(room + MARGIN_BYTES)} of 2GiB (memory.max)"
     assert note == (
-        f"host memory: {leaves}, so that {moved[0]} move, not {moved[1]}, "
+        f"host pinned memory: {leaves}, so that {moved[0]} move, not {moved[1]}, "
         f"for a predicted peak of {peaks[0]}, not {peaks[1]}"
     )
 
@@ -656,7 +658,9 @@ def test_a_host_budget_that_binds_is_kept_to_and_reported(here):
     found, said = replayed("--host-budget", "600kB")
     assert found.ok
     assert 0 < found.plan.host_bytes <= 600_000
-    assert "note host memory: --host-budget is 600.00 kB, so that 524.29 kB move, not" in said
+    assert (
+        "note host pinned memory: --host-budget is 600.00 kB, so that 524.29 kB move, not" in said
+    )
 
 
 # --- hooks ----------------------------------------------------------------------------------------

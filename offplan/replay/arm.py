@@ -33,13 +33,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from offplan.errors import DeviceError, OffplanError, PlanError
 from offplan.files import GRAPH_FILE, write_atomically
-from offplan.graph import load_graph, save_graph
+from offplan.fusion import as_run, is_fused
+from offplan.graph import GraphFacts, load_graph, save_graph
 from offplan.measured import Arm, Expected, Machine, OutOfMemory, Parts, Step, What
-from offplan.memory import Conditions, predict
+from offplan.memory import Conditions, Prediction, predict
 from offplan.plan import load_plan
 from offplan.replay.compiled import Replay, build_real, loss_of
 from offplan.replay.eager import EagerReplay
@@ -123,7 +125,10 @@ def _end_with_parent() -> None:
 def _traced(request: TraceRequest) -> Traced:
     _device(request.device)
     options = TraceOptions(
-        request.device, attention=request.attention, partitioner=request.partitioner
+        request.device,
+        attention=request.attention,
+        partitioner=request.partitioner,
+        compiler=request.compiler,
     )
     with _repeatable(request.verify):
         facts = trace(request.spec, request.params, options)
@@ -292,13 +297,28 @@ class _Run:
             expandable_segments=self.plan.predicted.conditions.expandable_segments,
             deterministic=self.request.verify,
         )
-        found = predict(replay.facts, self.plan.transfers, here)
+        found = self._predicted(replay.facts, here)
         when = self.plan.predicted.time
         return Expected(
             peak_allocated_bytes=found.peak_bytes,
             peak_reserved_bytes=found.reserved_bytes,
             forward_end_bytes=found.forward_end_bytes,
             step_ms=None if when is None else when.step_ms,
+        )
+
+    def _predicted(self, facts: GraphFacts, here: Conditions) -> Prediction:
+        planned = self.plan.predicted
+        if facts.compiler != "inductor" or is_fused(facts):
+            return predict(*as_run(facts, self.plan.transfers), here)
+        # How it was lowered is known where it was traced only: the prediction from there, without
+        # the optimizer.
+        found = planned.plan
+        absent_bytes = found.parts["optimizer"]
+        return msgspec.structs.replace(
+            found,
+            peak_bytes=found.peak_bytes - absent_bytes,
+            reserved_bytes=found.reserved_bytes - absent_bytes,
+            forward_end_bytes=found.forward_end_bytes - absent_bytes,
         )
 
     def _parts(self, target: Target, replay: Replay | EagerReplay) -> Parts:

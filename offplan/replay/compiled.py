@@ -1,7 +1,8 @@
 """Run a target's training step for real, with or without the transfers of a plan.
 
-1.  The step is compiled as a trace compiles it (``trace.backend``), on real tensors; the graphs run
-    op by op, and each value is freed when its last reader has run.
+1.  The step is compiled as a trace compiles it (``trace.backend``), on real tensors.  The graphs
+    run op by op, and each value is freed when its last reader has run; or Inductor compiles them,
+    with the transfers as operators (``replay.operators``).
 2.  In the first forward, the n-th run of a compiled graph is region n.  A graph is compiled just
     before its first run, and its transfers are inserted then: those that the plan has for that
     region, in terms of the graph's own ops.  If it runs again in the step, the plan must move the
@@ -13,32 +14,27 @@
     planned graph that it equals, or none.
 5.  Without a loss of its own, a target's loss is the output if it is a scalar, else ``.loss``, else
     the sum of its floating outputs.
-
-Torch's compiler keeps what it compiled as long as the model's code lives; all it holds of a replay
-is a weak reference.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, TypeVar
 
-import msgspec
 import torch
-from torch import fx
 
 from offplan.errors import DeviceError, PlanError, TargetError
-from offplan.graph import GraphFacts, StorageId, TargetRef
-from offplan.plan import Entry, Plan, analyze_command, check_plan
+from offplan.graph import Compiler, GraphFacts, TargetRef
+from offplan.plan import Plan, check_plan
+from offplan.replay.graphs import NOTHING_MOVES, CompiledGraph, Graphs, Placement, is_equal
 from offplan.replay.layout import Layout, layouts
+from offplan.replay.localize import localized, other_graphs, torch_version
 from offplan.replay.packing import window
 from offplan.replay.pinning import DEFAULT_PIN, PinName, Pinning, choose
-from offplan.replay.rewrite import Undo, insert_transfers
 from offplan.replay.runtime import (
     CudaLink,
     ReplayError,
@@ -52,27 +48,19 @@ from offplan.target import Target, load_target
 from offplan.trace import failures
 from offplan.trace._torch import (
     TorchDynamoException,
-    TracingContext,
-    aot_module_simplified,
-    boxed_nop,
-    functorch_config,
     storage_key,
     tree_leaves,
 )
 from offplan.trace.attention import choose_attention
 from offplan.trace.backend import (
-    COMPILER,
-    PARTITIONERS,
     Recorder,
     compile_settings,
-    local_paths,
     model_tensors,
     quiet_logs,
-    read_without_gradient,
-    split_and_read,
     step_of,
 )
 from offplan.trace.build import Placer
+from offplan.trace.compilers import PARTITIONERS
 from offplan.trace.facts import RegionTemplate
 from offplan.transfers import Transfer
 
@@ -145,7 +133,8 @@ class Replay(Steps):
 
     A context manager: ``close`` gives streams and host memory back.  ``host_budget`` limits host
     memory in bytes.  ``pin`` names how it is pinned (``replay.pinning``), or is a backend that was
-    chosen already; on the CPU nothing is pinned.  ``timing`` measures stalls.
+    chosen already; on the CPU nothing is pinned.  ``timing`` measures stalls.  ``compiler`` is the
+    plan's, if there is one.
 
     Raises ``HostMemoryError`` if host memory cannot be had, ``PlanError`` (here, or from the first
     step) if the plan is not for this target, ``TraceError`` if the step cannot be compiled.
@@ -160,9 +149,11 @@ class Replay(Steps):
         host_budget: int | None = None,
         pin: PinName | Pinning = DEFAULT_PIN,
         timing: bool = False,
+        compiler: Compiler = "aot_eager",
     ) -> None:
         self.target = target
         self.plan = plan
+        self.compiler = compiler if plan is None else plan.compiler
         self.device = _device(device)
         if plan is not None:
             _check_plan_alone(plan, self.device)
@@ -176,15 +167,13 @@ class Replay(Steps):
             link = TimedCudaLink if timing else CudaLink
             self.runtime = cuda_runtime(self.device, sizes, host_budget, pinning, link)
         self.facts: GraphFacts | None = None
-        self._step = _CompiledStep(target, plan, self._layouts, self.runtime)
-        self._compiled = torch.compile(
-            step_of(target), backend=_Backend(weakref.ref(self._step)), dynamic=False
-        )
+        self._step = _CompiledStep(self.compiler, plan, self._layouts, self.runtime)
+        self._compiled = torch.compile(step_of(target), backend=self._step.backend(), dynamic=False)
 
     def close(self) -> None:
         """Wait for copies in flight, and give host memory back.  A second call does nothing."""
         self.runtime.close()
-        self._step.forget()
+        self._step.close()
 
     def stats(self) -> RuntimeStats:
         """What was moved so far, and the host memory held.  Waits for the device if timed."""
@@ -235,11 +224,11 @@ class Replay(Steps):
         plan, is_cuda = self.plan, self.device.type == "cuda"
         return GraphFacts(
             target=TargetRef("", {}) if plan is None else plan.target,
-            torch=_torch_version(),
+            torch=torch_version(),
             device=self.device.type,
             gpu=torch.cuda.get_device_name(self.device) if is_cuda else "",
             attention="auto" if plan is None else plan.attention,
-            compiler=COMPILER,
+            compiler=self.compiler,
             partitioner="min-cut" if plan is None else plan.partitioner,  # type: ignore[arg-type]
             model=model_tensors(self.target.model),
             storages=tuple(recorder.builder.storages),
@@ -280,50 +269,22 @@ def _plain(output: Any) -> Any:
     return [_plain(getattr(output, name)) for name in fields]
 
 
-# --- the backend ----------------------------------------------------------------------------------
+# --- the graphs of a step -------------------------------------------------------------------------
 
 
-class _Backend:
-    """What ``torch.compile`` holds."""
-
-    def __init__(self, step: weakref.ref[_CompiledStep]) -> None:
-        self.step = step
-
-    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        step = _alive(self.step)
-        return _Call(weakref.ref(step.compile(module, example_inputs)))
-
-
-class _Call:
-    """What the compiled code holds of one graph."""
-
-    def __init__(self, graph: weakref.ref[_CompiledGraph]) -> None:
-        self.graph = graph
-
-    def __call__(self, *args: Any) -> Any:
-        return _alive(self.graph).run(args)
-
-
-def _alive(reference: weakref.ref[Any]) -> Any:
-    found = reference()
-    if found is None:
-        raise ReplayError("the replay is closed", fix="make a new one")
-    return found
-
-
-class _CompiledStep:
+class _CompiledStep(Graphs):
     """The compiled graphs of a step, and what is recorded of them while the first forward runs."""
 
     def __init__(
-        self, target: Target, plan: Plan | None, layouts: Mapping[int, Layout], runtime: Runtime
+        self,
+        compiler: Compiler,
+        plan: Plan | None,
+        layouts: Mapping[int, Layout],
+        runtime: Runtime,
     ) -> None:
-        self.target = target
+        super().__init__(compiler, "min-cut" if plan is None else plan.partitioner, runtime)
         self.plan = plan
         self.layouts = layouts
-        self.runtime = runtime
-        self.split = PARTITIONERS["min-cut" if plan is None else plan.partitioner]
-        self.recorder: Recorder | None = None
-        self.graphs: list[_CompiledGraph] = []
 
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:
@@ -333,249 +294,47 @@ class _CompiledStep:
         finally:
             self.recorder = None
 
-    def forget(self) -> None:
-        """Let go of all graphs, and with them of what they were compiled to."""
-        self.graphs.clear()
-
-    def compile(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> _CompiledGraph:
-        graph = _CompiledGraph(self, local_paths(module))
-        if self.recorder is not None:
-            self.recorder.record_break(module)
-        # Donated buffers would refuse a backward that keeps its graph; op by op they save nothing.
-        with functorch_config.patch(donated_buffer=False):
-            graph.callable = aot_module_simplified(
-                module,
-                example_inputs,
-                fw_compiler=graph.compile_forward,
-                bw_compiler=graph.compile_backward,
-                partition_fn=graph.partition,
-                keep_inference_input_mutations=True,
-            )
-        self.graphs.append(graph)
-        return graph
-
-    def source_name(self, filename: str, line: int) -> str:
-        return "" if self.recorder is None else self.recorder.sources(filename, line)
-
-    def planned(self, template: RegionTemplate) -> tuple[int | None, Sequence[Transfer]]:
-        """The region that a graph just compiled is first run as, and its transfers."""
+    def placement(self, graph: CompiledGraph, template: RegionTemplate) -> Placement:
+        """The transfers of the region that a graph just compiled is first run as."""
         if self.plan is None:
-            return None, ()
+            return NOTHING_MOVES
         if self.recorder is not None:
             region = self.recorder.region_count
-            return region, localized(self.plan, region, template)
-        for graph in self.graphs:
-            if graph.template is not None and _is_equal(graph.template, template):
-                return graph.region, graph.transfers
-        return None, ()
+            transfers = localized(self.plan, region, template)
+            return Placement(region, transfers, self.layouts.get(region))
+        for known in self.graphs:
+            if known.template is not None and is_equal(known.template, template):
+                region = known.region
+                layout = None if region is None else self.layouts.get(region)
+                return Placement(region, known.transfers, layout)
+        return NOTHING_MOVES
 
-
-class _CompiledGraph:
-    """One compiled graph, with the transfers that were inserted into it."""
-
-    def __init__(self, step: _CompiledStep, paths: list[str]) -> None:
-        self._step = weakref.ref(step)
-        self.runtime = step.runtime
-        self.paths = paths
-        self.callable: Callable[..., Any] | None = None
-        self.template: RegionTemplate | None = None
-        self.region: int | None = None
-        self.transfers: Sequence[Transfer] = ()
-        self.arena_bytes = 0
-        self.undo: Undo | None = None
-        self.prefix = ""
-
-    @property
-    def step(self) -> _CompiledStep:
-        return _alive(self._step)
-
-    def run(self, args: Sequence[Any]) -> Any:
-        assert self.callable is not None
-        recorder = self.step.recorder
-        if recorder is not None:
-            self.prefix = recorder.module_prefix(self.paths, args)
-        return self.callable(*args)
-
-    def partition(
-        self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        step = self.step
-        forward, backward, template = split_and_read(
-            step.split,
-            step.source_name,
-            joint,
-            joint_inputs,
-            num_fwd_outputs=num_fwd_outputs,
-            **options,
-        )
-        self.template = template
-        self.region, self.transfers = step.planned(template)
-        if self.transfers:
-            assert self.region is not None
-            found = step.layouts[self.region]
-            self.arena_bytes = found.size_bytes
-            self.undo = insert_transfers(
-                forward, backward, template, self.transfers, found, self.runtime
-            )
-        return forward, backward
-
-    def compile_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        if self.template is None:
-            self.template = read_without_gradient(module, self.step.source_name)
-            self.region, self.transfers = self.step.planned(self.template)
-        metadata = TracingContext.get().fw_metadata
-        if metadata is not None:
-            # None would mean "not known", and refuse a backward that keeps its graph.
-            metadata.bw_donated_idxs = []
-        compiled = boxed_nop(module, inputs)
-
-        def run(args: list[Any]) -> list[Any]:
-            recorder = self.step.recorder
-            if recorder is None:
-                return self._run_forward(compiled, args)
-            keys = recorder.keys(args)
-            results = self._run_forward(compiled, args)
-            self._record(recorder, keys, results)
-            return results
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    def compile_backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        compiled = boxed_nop(module, inputs)
-        if not self.transfers:
-            return compiled
-        runtime = self.runtime
-
-        def run(args: list[Any]) -> Any:
-            with runtime.backward_run():
-                return compiled(args)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    def _run_forward(self, compiled: Callable[..., Any], args: list[Any]) -> list[Any]:
-        if not self.transfers:
-            return compiled(args)
-        with self.runtime.forward_run(self.arena_bytes):
-            return compiled(args)
-
-    def _record(
-        self, recorder: Recorder, keys: Sequence[int | None], results: Sequence[Any]
+    def record(
+        self, graph: CompiledGraph, keys: Sequence[int | None], results: Sequence[Any]
     ) -> None:
-        assert self.template is not None
-        plan, region = self.step.plan, recorder.region_count
-        if plan is not None and region != self.region:
-            again = localized(plan, region, self.template)
-            if _moved(again) != _moved(self.transfers):
+        recorder, template = self.recorder, graph.template
+        assert recorder is not None
+        assert template is not None
+        region = recorder.region_count
+        if self.plan is not None and region != graph.region:
+            again = localized(self.plan, region, template)
+            if _moved(again) != _moved(graph.transfers):
                 raise PlanError(
-                    f"regions {self.region} and {region} are runs of one graph, but the plan does "
+                    f"regions {graph.region} and {region} are runs of one graph, but the plan does "
                     "not move the same of both",
                     fix="plan so that all runs of a layer are treated alike (--budget 0)",
                 )
-        recorder.record(self.template, keys, results, self.prefix)
+        recorder.record(template, keys, results, graph.prefix)
 
 
 def _moved(transfers: Sequence[Transfer]) -> set[tuple[Any, ...]]:
     return {(t.storage, t.start, t.stop, t.transfer_bytes, t.packed) for t in transfers}
 
 
-def _is_equal(one: RegionTemplate, other: RegionTemplate) -> bool:
-    """Whether two graphs compute the same (definition 5 of ``offplan.graph``)."""
-    return _computed(one) == _computed(other)
-
-
-def _computed(template: RegionTemplate) -> tuple[Any, ...]:
-    graphs = [
-        None
-        if graph is None
-        else (
-            graph.inputs,
-            graph.outputs,
-            [(op.target, op.inputs, op.outputs, op.constants, op.mutates) for op in graph.ops],
-        )
-        for graph in (template.forward, template.backward)
-    ]
-    return template.storages, template.values, template.saved, template.output_count, graphs
-
-
-# --- from a plan to one region's transfers --------------------------------------------------------
-
-
-def localized(plan: Plan, region: int, template: RegionTemplate) -> list[Transfer]:
-    """The plan's transfers of ``region``, in terms of its own graphs and of ``template``.
-
-    Raises ``PlanError`` if the region is not the one that the plan describes.
-    """
-    if region >= len(plan.regions):
-        raise _other_graphs(plan, f"{len(plan.regions)} regions were planned, there are more")
-    size, backward = plan.regions[region], template.backward
-    found = (len(template.forward.ops), len(backward.ops) if backward else 0, len(template.saved))
-    expected = (size.forward_ops, size.backward_ops, size.saved)
-    if found != expected:
-        raise _other_graphs(
-            plan,
-            f"region {region} has {found[0]} forward ops, {found[1]} backward ops and {found[2]} "
-            f"saved values; it had {expected[0]}, {expected[1]} and {expected[2]}",
-        )
-    storages = {
-        entry.id: _local_storage(plan, entry, template)
-        for entry in plan.storages
-        if entry.region == region and entry.action == "moved"
-    }
-    transfers = [transfer for transfer in plan.transfers if transfer.region == region]
-    for transfer in transfers:
-        if transfer.storage not in storages:
-            raise PlanError(f"storage {transfer.storage} has a transfer, but no entry as moved")
-    first_forward, first_backward = _first_ops(plan, region)
-    return [
-        msgspec.structs.replace(
-            transfer,
-            storage=storages[transfer.storage],
-            offload_after=transfer.offload_after - first_forward,
-            release_by=transfer.release_by - first_forward,
-            reload_at=_minus(transfer.reload_at, first_backward),
-            needed_by=_minus(transfer.needed_by, first_backward),
-        )
-        for transfer in transfers
-    ]
-
-
-def _local_storage(plan: Plan, entry: Entry, template: RegionTemplate) -> StorageId:
-    """The template's storage for a moved entry of the plan, whose views must be its saved ones."""
-    found = set()
-    for view in entry.views:
-        if view.position >= len(template.saved):
-            raise _other_graphs(plan, f"region {entry.region} saves less than {view.position + 1}")
-        value = template.values[template.saved[view.position].value]
-        traced = (value.dtype, value.shape, value.stride, value.offset)
-        if traced != (view.dtype, view.shape, view.stride, view.offset):
-            raise _other_graphs(plan, f"saved value {view.name} of region {entry.region} differs")
-        found.add(value.storage)
-    storage = found.pop() if len(found) == 1 else None
-    if storage is None or template.storages[storage].size_bytes != entry.size_bytes:
-        raise _other_graphs(plan, f"storage {entry.id} of region {entry.region} differs")
-    return storage
-
-
-def _first_ops(plan: Plan, region: int) -> tuple[int, int]:
-    """Where the forward and the backward of ``region`` begin on the plan's timeline."""
-    first_forward = sum(size.forward_ops for size in plan.regions[:region])
-    first_backward = sum(size.forward_ops for size in plan.regions)
-    first_backward += sum(size.backward_ops for size in plan.regions[region + 1 :])
-    return first_forward, first_backward
-
-
-def _minus(place: int | None, first: int) -> int | None:
-    return None if place is None else place - first
-
-
 def _check_plan_alone(plan: Plan, device: torch.device) -> None:
     """Refuse what needs no graph to see, before host memory is taken for it."""
     if plan.device != device.type:
-        raise _other_graphs(plan, f"device was {plan.device}, is {device.type}")
-    if plan.compiler != COMPILER:
-        raise _other_graphs(plan, f"compiler was {plan.compiler}, is {COMPILER}")
+        raise other_graphs(plan, f"device was {plan.device}, is {device.type}")
     if plan.partitioner not in PARTITIONERS:
         raise PlanError(f"the plan names a partitioner that is not known: {plan.partitioner!r}")
     for transfer in plan.transfers:
@@ -584,20 +343,6 @@ def _check_plan_alone(plan: Plan, device: torch.device) -> None:
                 f"the transfer of storage {transfer.storage} says {transfer.transfer_bytes} bytes "
                 f"for the range {transfer.start} to {transfer.stop}"
             )
-
-
-def _other_graphs(plan: Plan, difference: str) -> PlanError:
-    reasons = [difference]
-    if plan.torch != _torch_version():
-        reasons.append(f"torch was {plan.torch}, is {_torch_version()}")
-    return PlanError(
-        f"the plan was made for other graphs: {'; '.join(reasons)}",
-        fix=f"make it again with: {analyze_command(plan)}",
-    )
-
-
-def _torch_version() -> str:
-    return str(torch.__version__).split("+")[0]
 
 
 def _device(device: str | torch.device) -> torch.device:

@@ -38,7 +38,7 @@ from offplan.costs import DeviceProfile, profile_for
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES, RuleSet
 from offplan.errors import OffplanError, PlanError, UsageError
 from offplan.files import GRAPH_FILE, write_atomically
-from offplan.graph import GraphFacts, Partitioner, TargetRef, load_graph, save_graph
+from offplan.graph import Compiler, GraphFacts, Partitioner, TargetRef, load_graph, save_graph
 from offplan.measured import (
     SCHEMA_VERSION,
     Engine,
@@ -111,6 +111,7 @@ class Wanted:
     """
 
     device: str | None = None
+    compiler: Compiler | None = None
     budget: Budget | None = None
     rules: RuleSet | None = None
     compare: tuple[RuleSet, ...] = ()
@@ -144,6 +145,7 @@ class _Choices:
 
     target: TargetRef
     device: str
+    compiler: Compiler
     partitioner: Partitioner
     attention: str | None
     rules: RuleSet
@@ -166,9 +168,12 @@ def plans_to_replay(
 ) -> Replays:
     """The plan as it is where that is what is wanted; else new ones, from a trace on the device.
 
-    Raises ``UsageError`` for a comparison that moves nothing, and what the trace raises.
+    Raises ``UsageError`` for a comparison that moves nothing, or for op times that cannot be
+    measured, and what the trace raises.
     """
     choices = _choices(source, wanted)
+    if wanted.measured_op_times:
+        check_can_measure(choices.compiler)
     room = _room(choices.device, wanted)
     is_new = bool(wanted.compare) or wanted.measured_op_times
     is_as_wanted = not is_new and choices == _choices(source, Wanted())
@@ -267,7 +272,7 @@ def _made(
         return plan, ""
     peaks = [format_size(each.predicted.plan.peak_bytes) for each in (plan, free)]
     return plan, (
-        f"host memory: {room.words}, so that {format_size(plan.moved_bytes)} move, not "
+        f"host pinned memory: {room.words}, so that {format_size(plan.moved_bytes)} move, not "
         f"{format_size(free.moved_bytes)}, for a predicted peak of {peaks[0]}, not {peaks[1]}"
     )
 
@@ -281,6 +286,7 @@ def _choices(source: Plan | TargetRef, wanted: Wanted) -> _Choices:
         return _Choices(
             target=source,
             device=wanted.device or "cuda",
+            compiler=wanted.compiler or "aot_eager",
             partitioner="min-cut",
             attention=None,
             rules=wanted.rules or DEFAULT_RULES,
@@ -295,6 +301,7 @@ def _choices(source: Plan | TargetRef, wanted: Wanted) -> _Choices:
     return _Choices(
         target=source.target,
         device=device,
+        compiler=wanted.compiler or source.compiler,
         partitioner="default" if source.partitioner == "default" else "min-cut",
         attention=source.attention if named else None,
         rules=wanted.rules or source.rules,
@@ -325,8 +332,11 @@ def _budget_of(plan: Plan) -> Budget | None:
 
 def _notes_on_new(plan: Plan, facts: GraphFacts) -> Iterator[str]:
     """That the graphs are not those of ``plan``, and why."""
-    if plan.device != facts.device:
-        yield f"the plan is for {plan.device}; it was planned again for {facts.device}"
+    pairs = ((plan.device, facts.device), (plan.compiler, facts.compiler))
+    changed = [pair for pair in pairs if pair[0] != pair[1]]
+    if changed:
+        old, new = (" and ".join(words) for words in zip(*changed, strict=True))
+        yield f"the plan is for {old}; it was planned again for {new}"
         return
     try:
         check_plan(facts, plan)
@@ -343,6 +353,7 @@ def _traced(choices: _Choices, verify_bits: bool, on_phase: OnPhase) -> GraphFac
             spec=choices.target.spec,
             params=choices.target.params,
             device=choices.device,
+            compiler=choices.compiler,
             partitioner=choices.partitioner,
             attention=choices.attention,
             graph=graph,
@@ -352,12 +363,25 @@ def _traced(choices: _Choices, verify_bits: bool, on_phase: OnPhase) -> GraphFac
         return load_graph(graph)
 
 
+def check_can_measure(compiler: Compiler) -> None:
+    """Raise ``UsageError`` if ops of the graphs that ``compiler`` takes do not run one by one."""
+    if compiler == "inductor":
+        raise UsageError(
+            "--op-times measured: Inductor fuses the ops of its graphs, so the times of ops that "
+            "run one by one are not the step's",
+            fix="leave it out: op times are then computed from the GPU's profile (--profile)",
+        )
+
+
 def op_times(
     facts: GraphFacts, *, verify_bits: bool = False, on_phase: OnPhase = _ignore
 ) -> tuple[dict[str, float], str]:
     """Milliseconds of the ops of ``facts`` by ``costs.op_key``, measured on the device that they
     are for or taken from the cache; and a note on what could not be measured.
+
+    Raises what ``check_can_measure`` does.
     """
+    check_can_measure(facts.compiler)
     on_phase("measuring ops")
     with _processes() as processes:
         plan, graph = processes.folder / "timed.plan.yaml", processes.folder / "timed.graph.json"

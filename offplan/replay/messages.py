@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from offplan.graph import Partitioner
+from offplan.graph import Compiler, Partitioner
 from offplan.measured import Arm, Engine, Machine, PinName, What
 
 
@@ -24,6 +24,7 @@ class TraceRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     spec: str
     params: dict[str, str]
     device: str
+    compiler: Compiler
     partitioner: Partitioner
     attention: str | None
     graph: Path

@@ -45,10 +45,14 @@ def piece_bytes(found: Iterable[Pattern]) -> int:
     return sum(piece.touched_bytes for piece in found)
 
 
-def gather(storage: torch.UntypedStorage, found: Sequence[Pattern]) -> torch.Tensor:
-    """The pieces of ``storage``, packed, as a flat uint8 tensor on its device."""
+def gather(storage: torch.UntypedStorage, found: Sequence[Pattern], first: int = 0) -> torch.Tensor:
+    """The pieces of what begins at byte ``first`` of ``storage``, packed, as a flat uint8 tensor on
+    its device."""
+    if first % max(_UNITS):
+        stop = max(piece.stop for piece in found)
+        storage, first = window(storage, first, (stop,), (1,)).clone().untyped_storage(), 0
     packed = torch.empty(piece_bytes(found), dtype=torch.uint8, device=storage.device)
-    for inside, outside in _windows(storage, 0, packed, found):
+    for inside, outside in _windows(storage, -first, packed, found):
         outside.copy_(inside)
     return packed
 

@@ -1,11 +1,11 @@
 """What the peak of a step is made of: every storage, from the op that makes it to its end.
 
 1.  The step runs under a dispatch mode, which sees every op that runs on a tensor of the device.
-    A storage is *born* when an op first returns a tensor on it, and *ends* when its last owner lets
-    it go, by a weak reference.
+    A storage is *born* when an op first returns a tensor on it, or when code that Inductor compiled
+    allocates it, and *ends* when its last owner lets it go, by a weak reference.
 2.  The *peak* is reached in the op during which most was allocated: by the allocator's own count on
     CUDA (scratch memory that the op freed again included), by the bytes of all live storages on
-    the CPU.
+    the CPU.  In code that Inductor compiled it is read when a buffer is allocated.
 3.  A storage that is alive at the peak counts as
     *parameters*  if it is a parameter's or buffer's;
     *inputs*      if it is the target's;
@@ -29,7 +29,11 @@ from typing import Any, NamedTuple
 import torch
 
 from offplan.measured import Parts
-from offplan.trace._torch import TorchDispatchMode, storage_key, tree_leaves
+from offplan.replay.generated import Watch
+from offplan.trace._torch import storage_key, tree_leaves
+
+# The op of a peak that was reached in code that Inductor compiled.
+COMPILED = "code compiled by Inductor"
 
 
 class _Live(NamedTuple):
@@ -46,14 +50,11 @@ class _Peak(NamedTuple):
     sizes: dict[int, int]
 
 
-class PartsWatch(TorchDispatchMode):
+class PartsWatch(Watch):
     """``with PartsWatch(device, parameters, inputs) as watch:`` around one step.
 
     Call ``forward_ended`` between forward and backward, and ``parts`` with the gradients after.
     """
-
-    # A random op that is recomputed is wrapped in one of these.
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -72,11 +73,9 @@ class PartsWatch(TorchDispatchMode):
         self.before = set(self._serials())
         self._reset()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = {storage_key(tensor) for tensor in self._on_device((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         for tensor in self._on_device(result):
             # A storage that comes from outside, such as host memory on the CPU, is not born here.
             if storage_key(tensor) not in given:
@@ -86,10 +85,11 @@ class PartsWatch(TorchDispatchMode):
         self._reached(str(func))
         return result
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let ``torch.compile`` run: the mode only watches."""
-        return True
+    def made(self, tensor: torch.Tensor) -> None:
+        """A buffer that no op returned."""
+        if tensor.device == self.device:
+            self._serial(tensor)
+            self._reached(COMPILED)
 
     def forward_ended(self) -> None:
         """What is alive now and was born since the start is saved."""

@@ -40,6 +40,7 @@ from offplan.replay.limits import (
     read_limits,
     reserved_bytes,
 )
+from offplan.trace._torch import empty_host_cache
 
 PIN_NAMES: tuple[PinName, ...] = ("torch", "register", "off", "auto")
 DEFAULT_PIN: PinName = "register"
@@ -316,9 +317,7 @@ class TorchPinned:
         with _on(self.device):
             _finish_copies()
             del self._held[address]
-            empty = getattr(torch.accelerator, "empty_host_cache", None)
-            if empty is not None:
-                empty()
+            empty_host_cache()
 
     def leave(self, address: int) -> None:
         # The end of the tensor would ask CUDA about copies: it gets none, by one reference more.

@@ -227,6 +227,8 @@ def pin_costs(
 ) -> PinCosts:
     """Pin each of ``sizes`` and give it back, until one is refused."""
     largest, s_per_byte, refusal = None, 0.0, ""
+    if not any(sizes):
+        return PinCosts(None, 0.0, "the limits leave nothing to try it with")
     for size in sizes:
         start = clock()
         try:

@@ -25,6 +25,7 @@ storages to its template.  Nothing else in the graphs is changed, and ``Undo`` r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -63,8 +64,11 @@ def insert_transfers(
     transfers: Sequence[Transfer],
     layout: Layout,
     runtime: Runtime,
+    ops: TransferOps | None = None,
 ) -> Undo:
     """Insert ``transfers``, whose host bytes lie as in ``layout``, and register them as slots.
+
+    ``ops`` are what the graphs call: by default those of ``runtime`` for graphs run op by op.
 
     Raises ``PlanError`` for a transfer that the graphs do not allow; they are then unchanged.
     """
@@ -76,17 +80,29 @@ def insert_transfers(
         _Side(forward, template, template.forward),
         _Side(backward, template, template.backward),
     )
+    ops = ops or runtime.ops
+    if ops.graph_keeps:
+        slots = [_rooted(sides[0], move, slot) for move, slot in zip(moves, slots, strict=True)]
     numbers = runtime.add_slots(slots)
     undo = Undo()
     placed = [_Placed(*all_of) for all_of in zip(moves, slots, numbers, strict=True)]
-    _rewrite_forward(sides[0], placed, runtime.ops, undo)
-    _rewrite_backward(sides[1], placed, runtime.ops, undo)
+    _rewrite_forward(sides[0], placed, ops, undo)
+    _rewrite_backward(sides[1], placed, ops, undo)
     for side in sides:
         side.graph.lint()
         side.module.recompile()
     undo.add(forward.recompile)
     undo.add(backward.recompile)
     return undo
+
+
+def _rooted(side: _Side, move: _Move, slot: Slot) -> Slot:
+    """``slot`` with the strides of the value that its storage was allocated for."""
+    value = side.values_on(move.storage)[0].meta["val"]
+    reach = sum((size - 1) * step for size, step in zip(value.size(), value.stride(), strict=True))
+    if value.storage_offset() or (reach + 1) * value.itemsize < slot.stop:
+        raise move.refused("no single value has all its bytes, as a compiler needs it")
+    return replace(slot, stride=tuple(value.stride()))
 
 
 # --- what is moved --------------------------------------------------------------------------------
@@ -312,12 +328,13 @@ def _rewrite_forward(side: _Side, placed: Sequence[_Placed], ops: TransferOps, u
     for item in sorted(placed, key=lambda p: (p.move.transfer.release_by, p.number)):
         host = hosts[item.number]
         with side.graph.inserting_before(side.before(item.move.transfer.release_by + 1)):
-            _call(side, undo, ops.release, (host, item.number), None)
+            kept = (_root(side, item),) if ops.graph_keeps else ()
+            _call(side, undo, ops.release, (host, *kept, item.number), None)
     _return_hosts(side, placed, hosts, undo)
 
 
 def _offload(side: _Side, item: _Placed, ops: TransferOps, undo: Undo) -> fx.Node:
-    """The offload of one storage, given the latest value on it."""
+    """The offload of one storage, given the latest value on it, or its root."""
     anchor = side.before(item.move.transfer.offload_after + 1)
     values = side.values_on(item.move.storage)
     made = [node for node in values if side.order[node] < side.order[anchor]]
@@ -327,10 +344,24 @@ def _offload(side: _Side, item: _Placed, ops: TransferOps, undo: Undo) -> fx.Nod
         release = side.before(item.move.transfer.release_by + 1)
         if not made or side.order[made[0]] > side.order[release]:
             raise item.move.refused("no value on it can be copied before its release")
-    like = made[-1].meta["val"]
-    fake = _fake_bytes(like, item.slot.transfer_bytes, torch.device("cpu"))
+    value = _root(side, item) if ops.graph_keeps else made[-1]
+    fake = _fake_bytes(value.meta["val"], item.slot.transfer_bytes, torch.device("cpu"))
+    if not ops.graph_keeps:
+        with side.graph.inserting_before(anchor):
+            return _call(side, undo, ops.offload, (value, item.number), fake)
+    given = (value, item.number, item.slot.transfer_bytes)
     with side.graph.inserting_before(anchor):
-        return _call(side, undo, ops.offload, (made[-1], item.number), fake)
+        node = _call(side, undo, ops.offload, given, fake)
+    # Inductor then allocates the value with the strides that were traced, as it does for what a
+    # graph returns; and, where it has not, copies it to those for the operator.
+    _set_meta(value, "inductor_realize_to_strides", True, undo)
+    node.meta["eager_input_vals"] = (fx.map_arg(given, lambda each: each.meta["val"]), {})
+    return node
+
+
+def _root(side: _Side, item: _Placed) -> fx.Node:
+    """The value that the storage was allocated for, which has all its bytes."""
+    return side.values_on(item.move.storage)[0]
 
 
 def _return_hosts(
@@ -357,9 +388,12 @@ def _rewrite_backward(side: _Side, placed: Sequence[_Placed], ops: TransferOps, 
     buffers: dict[int, fx.Node] = {}
     for item in sorted(needed, key=_reload_order):
         host = receivers[item.number][0]
-        fake = _fake_bytes(traced[host], item.slot.buffer_bytes, traced[host].device)
+        dtype = _buffer_dtype([traced[node] for node in receivers[item.number]])
+        fake = _fake_bytes(traced[host], item.slot.buffer_bytes, traced[host].device, dtype)
         with side.graph.inserting_before(side.before(item.move.transfer.reload_at)):
-            buffers[item.number] = _call(side, undo, ops.reload, (host, item.number), fake)
+            size = (item.slot.buffer_bytes,) if ops.graph_keeps else ()
+            given = (host, item.number, *size, dtype)
+            buffers[item.number] = _call(side, undo, ops.reload, given, fake)
     for item in sorted(needed, key=lambda p: (p.move.transfer.needed_by, p.number)):
         buffer = buffers[item.number]
         with side.graph.inserting_before(side.before(item.move.transfer.needed_by)):
@@ -369,6 +403,12 @@ def _rewrite_backward(side: _Side, placed: Sequence[_Placed], ops: TransferOps, 
         for node in receivers[item.number]:
             fake = _fake_bytes(traced[node], item.slot.transfer_bytes, torch.device("cpu"))
             _set_value(node, fake, undo)
+
+
+def _buffer_dtype(views: Sequence[torch.Tensor]) -> torch.dtype:
+    """What the buffer is typed as: the one dtype of all views, else bytes."""
+    dtypes = {view.dtype for view in views}
+    return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
 
 def _reload_order(item: _Placed) -> tuple[Any, ...]:
@@ -384,7 +424,7 @@ def _rebuild(
     undo: Undo,
 ) -> None:
     """A view of ``buffer`` in place of each receiver that is used (definition 3)."""
-    typed: dict[torch.dtype, fx.Node] = {torch.uint8: buffer}
+    typed: dict[torch.dtype, fx.Node] = {buffer.meta["val"].dtype: buffer}
     for node in receivers:
         users = [user for user in node.users if user is not buffer and user in side.order]
         if not users:
@@ -456,12 +496,19 @@ def _replace_input(user: fx.Node, old: fx.Node, new: fx.Node, undo: Undo) -> Non
     undo.add(restore)
 
 
+def _set_meta(node: fx.Node, name: str, value: Any, undo: Undo) -> None:
+    node.meta[name] = value
+    undo.add(lambda: node.meta.pop(name))
+
+
 def _set_value(node: fx.Node, val: Any, undo: Undo) -> None:
     before = node.meta["val"]
     node.meta["val"] = val
     undo.add(lambda: node.meta.__setitem__("val", before))
 
 
-def _fake_bytes(like: Any, size_bytes: int, device: torch.device) -> Any:
+def _fake_bytes(
+    like: Any, size_bytes: int, device: torch.device, dtype: torch.dtype = torch.uint8
+) -> Any:
     with like.fake_mode:
-        return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        return torch.empty(size_bytes // dtype.itemsize, dtype=dtype, device=device)

@@ -25,7 +25,9 @@ One thread uses a runtime at a time; a backward may run on another one than its 
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +77,8 @@ class Slot:
     """One transfer, in bytes from the start of its storage.
 
     ``pieces`` is what is carried if the transfer is packed, else empty.  ``item_bytes`` is the size
-    of the largest element of its views.  ``name`` is for messages.
+    of the largest element of its views.  ``stride`` is that of the value that the storage was
+    allocated for.  ``name`` is for messages.
     """
 
     name: str
@@ -85,6 +88,7 @@ class Slot:
     pieces: tuple[Pattern, ...]
     item_bytes: int
     host_offset: int
+    stride: tuple[int, ...] = ()
 
     @property
     def first_byte(self) -> int:
@@ -99,19 +103,29 @@ class Slot:
 
 class TransferOps(NamedTuple):
     """What a graph calls: ``offload(value, slot) -> host``, ``release(host, slot)``,
-    ``reload(host, slot) -> buffer`` and ``wait(buffer)``, with slots as numbers."""
+    ``reload(host, slot, dtype) -> buffer`` and ``wait(buffer)``, with slots as numbers.
+
+    ``graph_keeps``: the graph, not the runtime, keeps a storage until its release, which is then
+    ``release(host, value, slot)``; ``value`` is the one that the storage was allocated for.
+    ``offload(value, slot, size_bytes)`` and ``reload(host, slot, size_bytes, dtype)`` then say what
+    they return.
+    """
 
     offload: Callable[..., Any]
     release: Callable[..., Any]
     reload: Callable[..., Any]
     wait: Callable[..., Any]
+    graph_keeps: bool = False
 
 
 # --- links ----------------------------------------------------------------------------------------
 
 
 class Link(Protocol):
-    """How bytes cross, in both directions."""
+    """How bytes cross between the host and ``device``, in both directions."""
+
+    @property
+    def device(self) -> torch.device: ...
 
     def buffer(self, size_bytes: int) -> torch.Tensor: ...
 
@@ -132,6 +146,8 @@ class Link(Protocol):
 
 class CpuLink:
     """Copies done by the host (definition 7)."""
+
+    device = torch.device("cpu")
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
         return torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
@@ -159,6 +175,21 @@ class CpuLink:
 
     def stalled_ms(self) -> float | None:
         return None
+
+
+class Event(torch.cuda.Event):
+    """An event that a forked child leaves alone: CUDA is not there to destroy it, and would end the
+    process for the attempt."""
+
+    def __new__(cls, *, enable_timing: bool = False) -> Event:
+        event = super().__new__(cls, enable_timing=enable_timing)
+        event.owner = os.getpid()
+        return event
+
+    def __del__(self) -> None:
+        if os.getpid() != self.owner:
+            # One reference more than there are, so it is never destroyed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
 
 class CudaLink:
@@ -207,7 +238,7 @@ class CudaLink:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-        return stream.record_event()
+        return stream.record_event(Event())
 
 
 class TimedCudaLink(CudaLink):
@@ -215,11 +246,11 @@ class TimedCudaLink(CudaLink):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.waits: list[tuple[Event, Event]] = []
         self.total_ms = 0.0
 
     def wait(self, copy: Copy) -> None:
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before, after = (Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(self.device)
         before.record(stream)
         super().wait(copy)
@@ -288,6 +319,10 @@ class Runtime:
         # held here.
         self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
         self._arriving: dict[int, _Arriving] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return self.link.device
 
     @property
     def ops(self) -> TransferOps:
@@ -363,14 +398,32 @@ class Runtime:
 
     def offload(self, value: torch.Tensor, number: int) -> torch.Tensor:
         """Issue the copy of a slot's bytes of ``value``'s storage.  The host tensor they go to."""
+        return self._offload(value, number, value.untyped_storage(), 0)
+
+    def offload_value(self, value: torch.Tensor, number: int) -> torch.Tensor:
+        """The same where the slot's bytes count from the first one of ``value``."""
+        expected = self.slots[number].stride
+        # That of a dimension of one element says nothing.
+        steps = zip(value.size(), value.stride(), expected, strict=True)
+        if any(size > 1 and step != planned for size, step, planned in steps):
+            raise ReplayError(
+                f"{self.slots[number].name} was compiled with the strides {value.stride()}, and "
+                f"planned with {expected}",
+                fix="report it with the target; until then, plan for --compiler aot_eager",
+            )
+        first = value.storage_offset() * value.element_size()
+        return self._offload(value, number, value.untyped_storage(), first)
+
+    def _offload(
+        self, value: torch.Tensor, number: int, storage: torch.UntypedStorage, first: int
+    ) -> torch.Tensor:
         assert self._lease is not None
         slot, lease = self.slots[number], self._lease
         host = lease.host_tensor(slot.host_offset, slot.transfer_bytes)
-        storage = value.untyped_storage()
         if slot.pieces:
-            source = gather(storage, slot.pieces)
+            source = gather(storage, slot.pieces, first)
         else:
-            source = window(storage, slot.start, (slot.stop - slot.start,), (1,))
+            source = window(storage, first + slot.start, (slot.stop - slot.start,), (1,))
         copy = self.link.send(source, host, lease.arena.last_reload)
         self._sending[number] = _Sending(value, source, copy)
         self._leases[host.data_ptr()] = lease
@@ -381,14 +434,21 @@ class Runtime:
 
     def release(self, host: torch.Tensor, number: int) -> None:
         """Let go of the device storage, from where on the compute stream its copy has landed."""
-        value, _, copy = self._sending.pop(number)
-        self.link.wait(copy)
+        value = self.let_go(number)
         key, reference = storage_key(value), StorageWeakRef(value.untyped_storage())
-        del value, _
+        del value
         if not reference.expired():
             self.link.still_held(self.slots[number].name, key)
 
-    def reload(self, host: torch.Tensor, number: int) -> torch.Tensor:
+    def let_go(self, number: int) -> torch.Tensor:
+        """The same for a storage that the graph still has: it is not checked to be gone."""
+        value, _, copy = self._sending.pop(number)
+        self.link.wait(copy)
+        return value
+
+    def reload(
+        self, host: torch.Tensor, number: int, dtype: torch.dtype = torch.uint8
+    ) -> torch.Tensor:
         """Issue the copy back.  The flat buffer it goes to, not to be read before ``wait``."""
         slot, lease = self.slots[number], self._leases[host.data_ptr()]
         buffer = self.link.buffer(slot.buffer_bytes)
@@ -401,7 +461,7 @@ class Runtime:
         self._arriving[buffer.data_ptr()] = _Arriving(slot, host, target, buffer, copy)
         self._totals.reload_count += 1
         self._totals.reloaded_bytes += slot.transfer_bytes
-        return buffer
+        return buffer.view(dtype)
 
     def wait(self, buffer: torch.Tensor) -> None:
         """Have the compute stream wait until ``buffer`` is filled."""

@@ -140,6 +140,12 @@ def _lines(predicted: Predicted, asked: Asked, moved: Moved) -> Iterator[tuple[s
         yield "peak", _where(predicted.plan)
     if asked.text != "floor":
         yield "floor", _floor(predicted)
+    if predicted.band_percent is not None:
+        yield (
+            "band",
+            f"peaks are predicted to within {predicted.band_percent}%, of the kernels that the "
+            "compiler makes; what libraries allocate within a call on the CPU is not counted",
+        )
     if predicted.margin_bytes is not None:
         yield (
             "margin",

@@ -36,6 +36,10 @@ _MOVED_AS: dict[Engine, str] = {
     "compiled": "bytes and transfers of every step are the plan's",
     "hooks": "bytes and transfers do not change after the second step; a replay's are its plan's",
 }
+_RUN_BY = {
+    "aot_eager": "aot_eager graphs op by op",
+    "inductor": "graphs compiled by Inductor",
+}
 _PINNED_BY = {
     "register": "pinned (register)",
     "torch": "pinned (torch)",
@@ -206,7 +210,7 @@ def _about(report: RunReport) -> Iterator[tuple[str, str]]:
     machine = report.machine
     device = f"{report.device} ({machine.gpu})" if machine.gpu else report.device
     attention = f", attention {report.attention}" if report.attention else ""
-    graphs = f"{report.compiler} graphs op by op, {report.partitioner} partitioner{attention}"
+    graphs = f"{_RUN_BY[report.compiler]}, {report.partitioner} partitioner{attention}"
     if report.engine == "hooks":
         yield "measured on", f"{device}, torch {machine.torch}, eager, saved-tensor hooks"
         yield "hooks", f"move saved storages from {format_binary(report.min_bytes)}"

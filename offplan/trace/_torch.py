@@ -6,7 +6,9 @@ these, this is the only file to change.  Nothing here has state.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,6 +51,8 @@ from torch.utils._pytree import (
 
 __all__ = [
     "ENGINE_RUN_BACKWARD",
+    "INDUCTOR_ALLOCATES_BY",
+    "INDUCTOR_ALLOCATES_FROM",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "DynamoUnsupported",
@@ -63,18 +67,25 @@ __all__ = [
     "UnsupportedOperatorException",
     "aot_module_simplified",
     "boxed_nop",
+    "count_aot_call",
     "cudnn_attention",
     "default_partition",
     "dynamo_config",
     "efficient_attention",
+    "empty_host_cache",
     "engine_run_backward",
     "fake_tensor_module",
     "flash_attention",
     "functorch_config",
     "fx_traceback",
+    "generated_modules",
     "get_proxy_mode",
     "get_sdp_priority_order",
     "graph_break_reasons",
+    "inductor",
+    "inductor_lowering",
+    "inductor_mode_options",
+    "inductor_option_names",
     "input_metadata",
     "is_fake",
     "is_traceable_wrapper_subclass",
@@ -100,11 +111,68 @@ efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attentio
 math_attention: Any = torch.ops.aten._scaled_dot_product_attention_math.default
 
 
+def empty_host_cache() -> None:
+    """Have torch give back the pinned memory that it keeps.  Its public name is newer than 2.11."""
+    torch_c._host_emptyCache()
+
+
 def reset_dynamo() -> None:
     """Forget every compiled graph, and what was counted."""
     torch._dynamo.reset()
     _dynamo_counters.clear()
 
+
+def inductor() -> Any:
+    """What is used of Inductor, imported when first asked for: that takes a second."""
+    import torch._inductor.config as config
+    import torch._inductor.graph as graph
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+
+    return SimpleNamespace(
+        config=config,
+        graph=graph,
+        compile_fx=compile_fx,
+        compile_fx_inner=compile_fx_inner,
+        Partitioner=CustomPartitionerFn,
+        ConstantFolder=UniformValueConstantFolder,
+    )
+
+
+def inductor_lowering() -> Any:
+    """What is used of Inductor to see how it lowers a graph, imported when first asked for."""
+    import torch._inductor.config as config
+    import torch._inductor.graph as graph
+    from torch._inductor import ir, scheduler
+    from torch._inductor.codegen.wrapper import ReuseLine
+    from torch._inductor.memory import reorder_for_peak_memory
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    return SimpleNamespace(
+        config=config,
+        ir=ir,
+        graph=graph,
+        GraphLowering=graph.GraphLowering,
+        scheduler=scheduler,
+        NopKernel=scheduler.NopKernelSchedulerNode,
+        ReuseLine=ReuseLine,
+        reorder_for_peak_memory=reorder_for_peak_memory,
+        V=V,
+        OrderedSet=OrderedSet,
+    )
+
+
+def generated_modules() -> list[Any]:
+    """The modules of the code that Inductor has generated in this process."""
+    codecache = sys.modules.get("torch._inductor.codecache")
+    return [] if codecache is None else list(codecache.PyCodeCache.modules)
+
+
+# Where that code takes the functions from that allocate its buffers, and what it calls them.
+INDUCTOR_ALLOCATES_FROM: Any = torch_c._dynamo.guards
+INDUCTOR_ALLOCATES_BY = ("_empty_strided_cpu", "_empty_strided_cuda")
 
 engine_run_backward = torch.autograd._engine_run_backward
 # Where torch.autograd looks it up, for patching.
@@ -114,6 +182,24 @@ ENGINE_RUN_BACKWARD = (torch.autograd, "_engine_run_backward")
 def storage_key(tensor: torch.Tensor) -> int:
     """An identity for the tensor's storage, valid while some tensor keeps that storage alive."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def inductor_option_names() -> frozenset[str]:
+    """What ``torch.compile(options=...)`` takes for Inductor."""
+    return frozenset(torch._inductor.list_options())
+
+
+def inductor_mode_options(mode: str) -> dict[str, Any]:
+    """The options that a mode of ``torch.compile`` stands for; KeyError for another word."""
+    return dict(torch._inductor.list_mode_options()[mode])
+
+
+def count_aot_call() -> None:
+    """Say that AOTAutograd is called, as torch's wrapper of it does, which its users may go round.
+
+    Where Dynamo splits a graph for DistributedDataParallel, it asks this count.
+    """
+    _dynamo_counters["aot_autograd"]["total"] += 1
 
 
 def graph_break_reasons() -> list[str]:

@@ -33,23 +33,17 @@ from offplan.trace._torch import (
     FakeTensorMode,
     OpOverload,
     TracingContext,
-    default_partition,
     dynamo_config,
     functorch_config,
     graph_break_reasons,
     is_traceable_wrapper_subclass,
-    min_cut_rematerialization_partition,
     storage_key,
     tree_leaves,
     tree_leaves_with_path,
 )
+from offplan.trace.compilers import Partition
 from offplan.trace.facts import BoundInput, FactsBuilder, RegionTemplate, clean_path, read_region
 from offplan.trace.sources import SourceNames
-
-COMPILER = "aot_eager"
-PARTITIONERS = {"min-cut": min_cut_rematerialization_partition, "default": default_partition}
-
-Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
 
 @contextmanager

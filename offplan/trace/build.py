@@ -170,6 +170,19 @@ def _overwrite(parameter: torch.Tensor, new: torch.Tensor) -> None:
         parameter.fake_device = new.fake_device  # type: ignore[attr-defined]
 
 
+def shadow(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy of ``model`` that shares its parameters and buffers; placing it leaves them alone."""
+    original = getattr(model, "_orig_mod", model)
+    tensors = [*original.parameters(), *original.buffers()]
+    try:
+        return copy.deepcopy(original, {id(tensor): tensor for tensor in tensors})
+    except Exception as error:
+        raise TargetError(
+            f"the model cannot be copied, which analysis does without its tensors: {error}",
+            fix="analyze a target file, whose factory builds the model",
+        ) from error
+
+
 class Placer:
     """Moves tensors to ``device`` as fake ones, once per tensor and once per storage."""
 
@@ -247,7 +260,7 @@ class Placer:
                 f"a parameter, buffer or input is a {_kind(tensor)}, which offplan cannot place",
                 fix="use a plain strided tensor",
             )
-        if tensor.device.type not in ("cpu", "meta"):
+        if isinstance(tensor, FakeTensor) and tensor.device.type not in ("cpu", "meta"):
             return tensor
         with self.fake_mode, torch.no_grad():
             placed = self._window(tensor)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -25,15 +25,16 @@ from torch import fx
 
 from offplan.errors import DeviceError, TraceError
 from offplan.gpus import DEFAULT_GPU, Gpu, find_gpu
-from offplan.graph import GraphFacts, Partitioner, TargetRef
+from offplan.graph import Compiler, GraphFacts, Partitioner, TargetRef, ValueId
 from offplan.target import Target, load_target
 from offplan.trace import failures
 from offplan.trace._torch import (
     ENGINE_RUN_BACKWARD,
     FakeTensorMode,
-    aot_module_simplified,
     engine_run_backward,
+    functorch_config,
     get_proxy_mode,
+    inductor,
     reset_dynamo,
     saved_storages,
     tree_leaves,
@@ -41,8 +42,6 @@ from offplan.trace._torch import (
 from offplan.trace.attention import choose_attention
 from offplan.trace.autograd import python_backward
 from offplan.trace.backend import (
-    COMPILER,
-    PARTITIONERS,
     Recorder,
     compile_settings,
     local_paths,
@@ -52,9 +51,11 @@ from offplan.trace.backend import (
     split_and_read,
     step_of,
 )
-from offplan.trace.build import Placer, building
-from offplan.trace.facts import RegionTemplate
-from offplan.trace.pretend import pretend_gpu
+from offplan.trace.build import Placer, building, shadow
+from offplan.trace.compilers import PARTITIONERS, Lower, compile_pair
+from offplan.trace.facts import LocalGraph, RegionTemplate
+from offplan.trace.lowering import read_lowering
+from offplan.trace.pretend import on_host, pretend_gpu
 from offplan.trace.sources import SourceNames
 
 
@@ -69,6 +70,12 @@ class TraceOptions:
     gpu: str | None = None
     attention: str | None = None
     partitioner: Partitioner = "min-cut"
+    compiler: Compiler = "aot_eager"
+
+
+def default_device() -> str:
+    """What this build of torch can trace for: ``cuda``, if it can."""
+    return "cpu" if torch.version.cuda is None else "cuda"
 
 
 @dataclass
@@ -97,7 +104,31 @@ def trace(
     Raises ``TargetError`` if the target cannot be built, ``DeviceError`` if this torch cannot trace
     for the device, ``TraceError`` if the model cannot be traced; each names the user's line.
     """
-    clock = clock or Clock()
+    names = SourceNames()
+
+    def build() -> tuple[Target, TargetRef]:
+        loaded = load_target(spec, params)
+        return loaded.target, TargetRef(spec, dict(params), names.of_text(loaded.source))
+
+    return _trace(build, options, clock or Clock())
+
+
+def trace_target(target: Target, options: TraceOptions, clock: Clock | None = None) -> GraphFacts:
+    """Trace one step of a target that is built already, and leave it as it is.
+
+    Raises what ``trace`` raises; ``TargetError`` if its model cannot be copied without its tensors.
+    """
+
+    def build() -> tuple[Target, TargetRef]:
+        model = shadow(target.model)
+        return Target(model, target.args, target.kwargs, target.loss), TargetRef("", {})
+
+    return _trace(build, options, clock or Clock())
+
+
+def _trace(
+    build: Callable[[], tuple[Target, TargetRef]], options: TraceOptions, clock: Clock
+) -> GraphFacts:
     machine = _Machine.of(options)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -109,28 +140,28 @@ def trace(
         stack.enter_context(machine.active())
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with clock.phase("build"), building(fake_mode):
-            loaded = load_target(spec, params)
+            built, ref = build()
         placer = Placer(fake_mode, torch.device(options.device, 0 if machine.is_cuda else None))
-        placer.model(loaded.target.model)
+        placer.model(built.model)
         target = Target(
-            loaded.target.model,
-            placer.tree(tuple(loaded.target.args)),
-            placer.tree(dict(loaded.target.kwargs)),
-            loaded.target.loss,
+            built.model,
+            placer.tree(tuple(built.args)),
+            placer.tree(dict(built.kwargs)),
+            built.loss,
         )
-        capture = _Capture(target, options.partitioner, machine, clock)
+        capture = _Capture(target, options, machine, clock)
         with clock.phase("capture"):
             capture.run(fake_mode)
     # Partitioning happens inside the capture; the two are reported apart.
-    clock.seconds["capture"] -= clock.seconds.get("partition", 0.0)
-    names = SourceNames()
+    for inner in ("partition", "lower"):
+        clock.seconds["capture"] -= clock.seconds.get(inner, 0.0)
     return GraphFacts(
-        target=TargetRef(spec, dict(params), names.of_text(loaded.source)),
+        target=ref,
         torch=torch.__version__.split("+")[0],
         device=options.device,
         gpu=machine.gpu_name,
         attention=options.attention or "auto",
-        compiler=COMPILER,
+        compiler=options.compiler,
         partitioner=options.partitioner,
         model=model_tensors(target.model),
         storages=tuple(capture.recorder.builder.storages),
@@ -183,12 +214,19 @@ class _Machine:
             yield
 
     @contextmanager
-    def tracing(self) -> Iterator[None]:
+    def tracing(self, compiler: Compiler) -> Iterator[None]:
         """What has to be active while AOTAutograd traces: it takes gradients."""
         if self.pretended is None:
             yield
             return
-        with python_backward():
+        with ExitStack() as stack:
+            stack.enter_context(python_backward())
+            if compiler == "inductor":
+                # It computes constants on the device.
+                folder = inductor().ConstantFolder
+                for name in ("__init__", "run"):
+                    method = on_host(getattr(folder, name))
+                    stack.enter_context(mock.patch.object(folder, name, method))
             yield
 
 
@@ -208,10 +246,11 @@ class _Capture:
     """One traced step: the backend that Dynamo calls, and what it found."""
 
     def __init__(
-        self, target: Target, partitioner: Partitioner, machine: _Machine, clock: Clock
+        self, target: Target, options: TraceOptions, machine: _Machine, clock: Clock
     ) -> None:
         self.target = target
-        self.partition = PARTITIONERS[partitioner]
+        self.compiler = options.compiler
+        self.partition = PARTITIONERS[options.partitioner]
         self.machine = machine
         self.clock = clock
         self.recorder = Recorder(target)
@@ -255,7 +294,7 @@ class _Capture:
         """Autograd as torch has it, or walked from Python where there is no GPU."""
         with (
             mock.patch.object(*ENGINE_RUN_BACKWARD, engine_run_backward),
-            self.machine.tracing(),
+            self.machine.tracing(self.compiler),
         ):
             yield
 
@@ -263,15 +302,9 @@ class _Capture:
         """What Dynamo calls for each captured graph."""
         self.recorder.record_break(module)
         region = _CompiledRegion(self, local_paths(module))
-        with self._engine():
-            region.callable = aot_module_simplified(
-                module,
-                example_inputs,
-                fw_compiler=region.compile_forward,
-                bw_compiler=region.compile_backward,
-                partition_fn=region.partition,
-                keep_inference_input_mutations=True,
-            )
+        # A lowering is asked for now, where the pair is at hand.
+        with self._engine(), functorch_config.patch(force_non_lazy_backward_lowering=True):
+            region.callable = compile_pair(self.compiler, module, example_inputs, region)
         return region
 
 
@@ -307,9 +340,13 @@ class _CompiledRegion:
         with self.capture.clock.phase("partition"):
             return self.capture.partition(*args, **options)
 
-    def compile_forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    has_transfers = False
+
+    def compile_forward(self, module: fx.GraphModule, inputs: Sequence[Any], lower: Lower) -> Any:
         if self.template is None:
             self.template = read_without_gradient(module, self.capture.recorder.sources)
+        forward = self._lowered(module, inputs, lower, self.template.forward)
+        self.template = replace(self.template, forward=forward)
         (output,) = module.graph.find_nodes(op="output")
         placeholders = module.graph.find_nodes(op="placeholder")
         positions = {node: i for i, node in enumerate(placeholders)}
@@ -330,11 +367,34 @@ class _CompiledRegion:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def compile_backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def compile_backward(self, module: fx.GraphModule, inputs: Sequence[Any], lower: Lower) -> Any:
+        assert self.template is not None
+        assert self.template.backward is not None
+        received = {saved.backward_value for saved in self.template.saved}
+        backward = self._lowered(module, inputs, lower, self.template.backward, received)
+        self.template = replace(self.template, backward=backward)
+
         def run(*args: Any) -> Any:
             raise AssertionError("the backward of a traced step is never run")
 
         return run
+
+    def _lowered(
+        self,
+        module: fx.GraphModule,
+        inputs: Sequence[Any],
+        lower: Lower,
+        local: LocalGraph,
+        received: Collection[ValueId] = (),
+    ) -> LocalGraph:
+        """``local``, with what the compiler makes of it."""
+        if self.capture.compiler != "inductor":
+            return local
+        with self.capture.clock.phase("lower"):
+            found = read_lowering(module, inputs, lower, local, received)
+        if found is None:
+            return local
+        return replace(local, lowering=found.with_transfers, lowering_alone=found.alone)
 
     def _fresh(self, node: Any) -> Any:
         """A new fake tensor, in the mode of the code around the graph, like the node's value."""

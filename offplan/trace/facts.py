@@ -26,6 +26,7 @@ from offplan.graph import (
     GraphInput,
     GraphOutput,
     InputKind,
+    Lowering,
     Op,
     OutputKind,
     Region,
@@ -64,6 +65,8 @@ class LocalGraph:
     constants: tuple[GraphInput, ...]
     ops: tuple[Op, ...]
     outputs: tuple[ValueId | None, ...]
+    lowering: Lowering | None = None
+    lowering_alone: Lowering | None = None
 
 
 @dataclass(frozen=True)
@@ -586,7 +589,19 @@ class FactsBuilder:
                 GraphOutput(None if value is None else shift(value), kind, name)
                 for value, (kind, name) in zip(local.outputs, described, strict=False)
             ),
+            lowering=local.lowering and _shifted(local.lowering, shift),
+            lowering_alone=local.lowering_alone and _shifted(local.lowering_alone, shift),
         )
+
+
+def _shifted(lowering: Lowering, shift: Callable[[ValueId], ValueId]) -> Lowering:
+    buffers = tuple(
+        buffer
+        if buffer.value is None
+        else msgspec.structs.replace(buffer, value=shift(buffer.value))
+        for buffer in lowering.buffers
+    )
+    return msgspec.structs.replace(lowering, buffers=buffers)
 
 
 def _zip(

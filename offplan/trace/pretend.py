@@ -11,7 +11,7 @@ than ``torch.cuda.is_available`` and its like, so that names imported earlier an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -28,14 +28,17 @@ from offplan.trace._torch import (
     unset_fake_temporarily,
 )
 
+# Names that torch.cuda has only once it is initialized, which it never is here.
+_BOUND_LATE = frozenset({"_get_device_properties"})
+
 
 @contextmanager
 def pretend_gpu(gpu: Gpu) -> Iterator[None]:
     """Answer ``torch.cuda`` queries for ``gpu`` inside the context."""
     with ExitStack() as stack:
         for owner, name, answer in _answers(gpu):
-            if hasattr(owner, name):
-                stack.enter_context(mock.patch.object(owner, name, answer))
+            if hasattr(owner, name) or name in _BOUND_LATE:
+                stack.enter_context(mock.patch.object(owner, name, answer, create=True))
         yield
 
 
@@ -47,6 +50,9 @@ def _answers(gpu: Gpu) -> Iterator[tuple[Any, str, Any]]:
     yield torch_c, "_cuda_setDevice", lambda device: None
     yield torch_c, "_cuda_exchangeDevice", lambda device: 0
     yield torch_c, "_cuda_maybeExchangeDevice", lambda device: 0
+    # Bound by name where torch.cuda was imported.
+    yield torch.cuda, "_exchange_device", lambda device: 0
+    yield torch.cuda, "_maybe_exchange_device", lambda device: 0
     yield torch.cuda, "_device_count_nvml", lambda: 1
     yield torch.cuda, "_lazy_init", lambda: None
     yield torch.cuda, "_get_device_properties", lambda device: properties
@@ -76,6 +82,16 @@ class _OnHost(TorchDispatchMode):
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
             kwargs["device"] = torch.device("cpu")
         return func(*args, **kwargs)
+
+
+def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, with what it computes for real on the GPU computed on the CPU instead."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _OnHost():
+            return function(*args, **kwargs)
+
+    return call
 
 
 @contextmanager
