@@ -18,14 +18,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from turns import Turns
 
 from offplan.budget import Aim, Budget, Outlooks
-from offplan.costs import op_times_ms, profile_for
+from offplan.costs import AttentionRate, DeviceProfile, op_times_ms, profile_for
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES
 from offplan.errors import UsageError
-from offplan.graph import save_graph
+from offplan.fusion import as_run, fused
+from offplan.graph import Compiler, save_graph
 from offplan.memory import Conditions, Memory
 from offplan.plan import Draft, Plan, dump_plan
 from offplan.replay.arm import DrawnOn
@@ -33,6 +35,7 @@ from offplan.replay.compiled import Replay, build_real, loss_of
 from offplan.replay.fingerprint import fingerprints
 from offplan.replay.gauge import CpuGauge, CudaGauge
 from offplan.replay.optimes import measured_op_times
+from offplan.trace.capture import TraceOptions, trace
 
 WARM_UP = 2
 
@@ -51,9 +54,15 @@ class Arms:
         steps: int,
         *,
         deterministic: bool = False,
+        compiler: Compiler = "aot_eager",
     ) -> None:
+        self.spec, self.params, self.compiler = spec, params, compiler
         self.conditions = Conditions(deterministic=deterministic)
         torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        if deterministic:
+            # Its backward never repeats its bits; flash attention's does when it is asked to.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         self.steps = steps
         self.turns = Turns(os.environ.get("GPU_LOCK"))
@@ -67,6 +76,7 @@ class Arms:
         words = [spec.split(":")[-1].split("/")[-1], *(f"{k}-{v}" for k, v in params.items())]
         self.name, self.arm_count = "-".join(words), 0
         self.op_ms: dict[str, float] = {}
+        self.profile: DeviceProfile | None = None
         self.facts: Any = None
 
     def no_plan(self) -> dict[str, Any]:
@@ -80,7 +90,9 @@ class Arms:
         return Outlooks(self.facts, draft.moves, self.aim(budget))
 
     def aim(self, budget: Budget | None) -> Aim:
-        return Aim(budget=budget, op_ms=self.op_ms, conditions=self.conditions)
+        return Aim(
+            budget=budget, op_ms=self.op_ms, conditions=self.conditions, profile=self.profile
+        )
 
     def plan(self, budget: Budget | None, rules: str = DEFAULT_RULES) -> Plan:
         draft = self.draft(rules)
@@ -96,20 +108,34 @@ class Arms:
     def measure(self, plan: Plan | None) -> dict[str, Any]:
         """Peaks and times of the arm with ``plan``, beside what was predicted."""
         self._empty()
-        with Replay(self.target, plan, device=self.device, timing=True) as replay:
+        with Replay(
+            self.target, plan, device=self.device, timing=True, compiler=self.compiler
+        ) as replay:
             found = self._steps(replay)
             self._keep_events(replay, plan)
             if self.facts is None:
-                self.facts = replay.facts
-                with self.turns.alone():
-                    self._reset(0)
-                    self.op_ms = measured_op_times(replay)
+                self._look_at(replay, found)
         self._reset(0)
         return found if plan is None else self.beside(found, plan)
 
+    def _look_at(self, replay: Replay, found: dict[str, Any]) -> None:
+        """Learn what the step is, and how long its ops take, from the arm without a plan."""
+        if self.compiler == "aot_eager":
+            self.facts = replay.facts
+            with self.turns.alone():
+                self._reset(0)
+                self.op_ms = measured_op_times(replay)
+            return
+        # What Inductor makes of the graphs, which a replay does not ask for.
+        options = TraceOptions(device=self.device.type, compiler=self.compiler)
+        self.facts = trace(self.spec, self.params, options)
+        if self.facts.gpu:
+            self.profile = _as_fast(profile_for(self.facts.gpu), self.facts, found["step_ms"])
+
     def beside(self, found: dict[str, Any], plan: Plan) -> dict[str, Any]:
         """What was measured, with what ``plan`` predicts and how far off that is."""
-        around = Memory(self.facts, self.conditions).reserved_range(plan.transfers)
+        ran = as_run(self.facts, plan.transfers)
+        around = Memory(ran.facts, self.conditions).reserved_range(ran.transfers)
         predicted = {**_predicted(plan), "reserved_range": [around.least_bytes, around.most_bytes]}
         found = {**found, "predicted": predicted}
         return {**found, "off": _off(found)}
@@ -174,6 +200,15 @@ class Arms:
             graph = gzip.compress(save_graph(replay.facts), 3)
             Path(f"{path}.graph.json.gz").write_bytes(graph)
 
+    def gradients(self, plan: Plan | None) -> dict[str, torch.Tensor]:
+        """The gradients of the first step under ``plan``, on the host."""
+        self._empty()
+        with Replay(self.target, plan, device=self.device, compiler=self.compiler) as replay:
+            replay.step()
+            found = {name: p.grad.cpu() for name, p in self._gradients() if p.grad is not None}
+        self._reset(0)
+        return found
+
     def _bits(self) -> list[Any]:
         found = fingerprints(("gradient", name, p.grad) for name, p in self._gradients())
         return [each.bits for each in found]
@@ -193,6 +228,24 @@ class Arms:
             # An arm begins as a process does: without the workspaces of the arms before.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
+
+
+def _as_fast(profile: DeviceProfile, facts: Any, step_ms: float) -> DeviceProfile:
+    """``profile`` as fast as it takes for the step without a plan to be as long as measured.
+
+    Fused kernels cannot be timed one by one, so the roofline's times are scaled together.
+    """
+    factor = sum(op_times_ms(fused(facts), profile)) / step_ms
+    attention = profile.attention_flops_per_s
+    return msgspec.structs.replace(
+        profile,
+        memory_bytes_per_s=int(factor * profile.memory_bytes_per_s),
+        matmul_flops_per_s={
+            name: int(factor * rate) for name, rate in profile.matmul_flops_per_s.items()
+        },
+        attention_flops_per_s=attention
+        and AttentionRate(int(factor * attention.forward), int(factor * attention.backward)),
+    )
 
 
 def _step(gauge: Any, replay: Replay) -> Any:

@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import msgspec  # noqa: E402
+from children import REPEATABLE, line, streamed  # noqa: E402
 from machine import Results  # noqa: E402
 from models import MODELS  # noqa: E402
 
@@ -69,7 +67,7 @@ def measure_models(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
     def summary() -> dict[str, Any]:
         done = [cases[name] for name in chosen if name in cases]
         arms = [arm for case in done for arm in case["arms"]]
-        met = _met(arms) | {
+        met = judged(arms) | {
             "every model ran": len(done) == len(chosen)
             and all(case.get("exit_code") == 0 for case in done)
         }
@@ -79,7 +77,7 @@ def measure_models(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
         factory, params = MODELS[name]
         case = {"model": name}
         spec = f"benchmarks/models.py:{factory}"
-        for found in _child("model", spec, params, options):
+        for found in streamed(__file__, "model", spec, params, options.device):
             cases[name] = {**case, **found}
             keep(summary())
 
@@ -88,13 +86,13 @@ def measure_models(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
     for name in chosen:
         print(name)
         for arm in cases[name]["arms"]:
-            print("   ", _line(arm))
+            print("   ", line(arm))
         if cases[name]["exit_code"]:
             print("    FAILED", cases[name]["said"][-300:])
     return summary()
 
 
-def _met(arms: Sequence[dict[str, Any]]) -> dict[str, bool]:
+def judged(arms: Sequence[dict[str, Any]]) -> dict[str, bool]:
     peaks = [arm["off"]["peak_allocated_bytes"] for arm in arms]
     return {
         "peak within 0.3%": all(off <= MOST_OVER for off in peaks),
@@ -119,23 +117,6 @@ def _in_a_wide_range(arm: dict[str, Any]) -> bool:
     return is_wide and least <= arm["peak_reserved_bytes"] <= most
 
 
-_BITS = {True: "same", False: "differ", None: "do not repeat"}
-
-
-def _line(arm: dict[str, Any]) -> str:
-    off = {name: f"{value:+.2%}" for name, value in arm.get("off", {}).items()}
-    cells = (
-        f"{arm['name']:12}",
-        f"peak {arm['peak_allocated_bytes'] / 1e9:6.2f} GB",
-        f"{off.get('peak_allocated_bytes', ''):>8}",
-        f"reserved {off.get('peak_reserved_bytes', ''):>8}",
-        f"step {arm['step_ms']:7.1f} ms {off.get('step_ms', ''):>8}",
-        f"moved {arm['moved_bytes'] / 1e9:6.2f} GB",
-        f"bits {_BITS[arm['same_bits']]}",
-    )
-    return "  ".join(cells)
-
-
 def model_child(spec: str, params: dict[str, str], device: str) -> Iterator[dict[str, Any]]:
     from arms import Arms
 
@@ -157,11 +138,11 @@ def model_child(spec: str, params: dict[str, str], device: str) -> Iterator[dict
 def measure_slice(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
     spec, params = _qwen(options)
     result: dict[str, Any] = {}
-    for found in _child("slice", spec, params, options):
+    for found in streamed(__file__, "slice", spec, params, options.device):
         result = _against_bounds(found)
         keep(result)
     for arm in result["arms"]:
-        print(_line(arm))
+        print(line(arm))
     if result["exit_code"]:
         print(result["said"])
     return result
@@ -194,7 +175,7 @@ def _against_bounds(found: dict[str, Any]) -> dict[str, Any]:
             share > 1 for share in faster.values()
         ),
         "bits are the same": all(arm["same_bits"] is not False for arm in found["arms"]),
-        **_met(found["arms"]),
+        **judged(found["arms"]),
     }
     result = {**found, "over_bound": over, "faster_than_naive": faster}
     if {"no plan", "everything"} <= arms.keys() and "link" in found:
@@ -261,7 +242,7 @@ def slice_child(spec: str, params: dict[str, str], device: str) -> Iterator[dict
 def measure_rules(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
     spec, params = _qwen(options)
     result: dict[str, Any] = {}
-    for found in _child("rules", spec, params, options):
+    for found in streamed(__file__, "rules", spec, params, options.device, REPEATABLE):
         arms = found["arms"]
         met = {
             "finished": found.get("exit_code") == 0,
@@ -270,14 +251,14 @@ def measure_rules(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
             "moved as planned": all(
                 arm["moved_bytes"] == arm["predicted"]["moved_bytes"] for arm in arms
             ),
-            **_met(arms),
+            **judged(arms),
         }
         # Op times are those of other kernels.
         del met["step within 10%"]
         result = {"ok": all(met.values()), "met": met, **found}
         keep(result)
     for arm in result["arms"]:
-        print(_line(arm))
+        print(line(arm))
     if result["exit_code"]:
         print(result["said"])
     return result
@@ -392,46 +373,6 @@ def _eager(arms: Any, *, offloaded: bool) -> dict[str, Any]:
 
 
 # --- processes ------------------------------------------------------------------------------------
-
-
-def _child(
-    what: str, spec: str, params: dict[str, str], options: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
-    """What a process of its own has measured so far, each time that it says something more."""
-    words = [sys.executable, __file__, "child", "--what", what, "--device", options.device, spec]
-    words += [f"{name}={value}" for name, value in params.items()]
-    # cuBLAS repeats its bits with this, and reads it when it starts.
-    repeatable = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if what == "rules" else {}
-    environment = {
-        **os.environ,
-        **repeatable,
-        "GPU_LOCK": str(Path(tempfile.gettempdir()) / "offplan-gpu-lock"),
-    }
-    start = time.perf_counter()
-    found: dict[str, Any] = {"spec": spec, "params": params, "arms": []}
-    with (
-        tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(
-            words, cwd=ROOT, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
-        ) as process,
-    ):
-        assert process.stdout is not None
-        for line in process.stdout:
-            if not line.startswith("{"):
-                continue
-            more = json.loads(line)
-            if "arm" in more:
-                found["arms"].append(more["arm"])
-                print(f"{spec} {_line(more['arm'])}", file=sys.stderr, flush=True)
-            else:
-                found |= more
-            found["wall_s"] = round(time.perf_counter() - start, 1)
-            yield dict(found)
-        found["exit_code"] = process.wait()
-        said.seek(0)
-        found["said"] = said.read()[-3000:] if found["exit_code"] else ""
-    found["wall_s"] = round(time.perf_counter() - start, 1)
-    yield found
 
 
 def child(options: argparse.Namespace) -> None:

@@ -176,8 +176,10 @@ def _judged(backends: dict[str, dict[str, Any]], options: argparse.Namespace) ->
     ratios: dict[str, Any] = {}
     if options.device == "cuda":
         if "torch" in real:
-            off = real["torch"]["mapped_bytes"] / real["torch"]["reserved_bytes"] - 1
-            met["torch: mappings grow by what is reserved, within 1%"] = abs(off) <= 0.01
+            # CUDA maps it as shared zero pages, inside a range that it had set aside.
+            grown = real["torch"]["mapped"].get("/dev/zero (deleted)", 0)
+            off = grown / real["torch"]["reserved_bytes"] - 1
+            met["torch: shared mappings grow by what is reserved, within 1%"] = abs(off) <= 0.01
         if {"register", "torch"} <= set(finished):
             ratios = _ratios(backends["register"], backends["torch"])
             met["register within 2% of torch, each way from 64 MiB"] = all(
@@ -281,7 +283,7 @@ class Shape:
 
 
 SHAPES = {
-    "checkpointed": Shape("llama", 1024, 2048, 64, 16, 16, 64, 1024, 64, 2048),
+    "checkpointed": Shape("llama", 1024, 1024, 64, 16, 16, 64, 1024, 64, 2048),
     "qwen3": Shape("qwen3", 4096, 12288, 36, 32, 8, 128, 1024, 1, 32768),
     "flat": Shape("llama", 512, 1024, 6, 8, 8, 64, 1024, 8, 1024),
 }
@@ -683,10 +685,15 @@ def _under(limited: Limited, run: Sequence[str]) -> dict[str, Any]:
     }
 
 
+_GROUP_PATH = re.compile(r'/sys/fs/cgroup/[^\s")]*?(/memory[.\w]*)?(?=[\s")])')
+
+
 def _offplan(limited: Limited, words: Sequence[str]) -> tuple[int, str, str]:
     command = [*limited.words, sys.executable, "-m", "offplan", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout, done.stderr.strip()
+    # Which group it was is the machine's own affair.
+    output, said = (_GROUP_PATH.sub(r"/sys/fs/cgroup/...\1", s) for s in (done.stdout, done.stderr))
+    return done.returncode, output, said.strip()
 
 
 def _kept_to(

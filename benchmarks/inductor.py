@@ -1,0 +1,262 @@
+"""What plans give where Inductor compiles the step, against what else lowers the peak there.
+
+    python benchmarks/inductor.py slice    # eight Qwen3-14B-wide layers: no plan, 90 to 60%, the
+                                           # floor, everything; checkpointing; torch's own pass
+    python benchmarks/inductor.py bits     # the same layers with kernels that repeat their bits:
+                                           # losses and gradients against Inductor without a plan
+
+Each writes ``<gpu>-inductor-<what>.json`` into ``benchmarks/results`` (``--out`` names another
+folder).  Exit code 3 if a target was missed.  ``--device cpu --small`` tries the script out
+anywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from children import REPEATABLE, line, streamed  # noqa: E402
+from machine import Results  # noqa: E402
+from peak import QWEN, SLICE_SHARES  # noqa: E402
+
+from offplan.budget import EVERYTHING, FLOOR, of_bytes  # noqa: E402
+from offplan.errors import BudgetError  # noqa: E402
+from offplan.fusion import BAND  # noqa: E402
+
+MOST_OVER_BOUND = 1.05
+# As far as bits may differ where Inductor fuses other ops: of the largest element of a gradient.
+MOST_DIFFERENT = 2.0**-6
+STEPS = 5
+
+Keep = Callable[[dict[str, Any]], None]
+
+
+# --- against the bound, and against other ways ----------------------------------------------------
+
+
+def measure_slice(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
+    spec, params = _qwen(options)
+    result: dict[str, Any] = {"arms": [], "others": []}
+    for what in ("plans", "others"):
+        for found in streamed(__file__, what, spec, params, options.device):
+            result = {**result, **found, "arms": result["arms"], "others": result["others"]}
+            result["arms" if what == "plans" else "others"] = found["arms"]
+            result["exit_codes"] = {
+                **result.get("exit_codes", {}),
+                what: found.get("exit_code", "running"),
+            }
+            keep(_judged(result))
+    for arm in (*result["arms"], *result["others"]):
+        print(line(arm))
+    if result["said"]:
+        print(result["said"])
+    return _judged(result)
+
+
+def _judged(found: dict[str, Any]) -> dict[str, Any]:
+    budgets = [arm for arm in found["arms"] if arm["name"].startswith("budget")]
+    over = {
+        arm["name"]: arm["step_ms"] / arm["predicted"]["least_step_ms"]
+        for arm in budgets
+        if arm["predicted"]["least_step_ms"]
+    }
+    met = {
+        "finished": set(found.get("exit_codes", {"": 1}).values()) == {0},
+        "under the budget": all(
+            arm["peak_allocated_bytes"] <= arm["predicted"]["budget_bytes"] for arm in budgets
+        ),
+        "at most 1.05 times the lower bound": all(
+            share <= MOST_OVER_BOUND for share in over.values()
+        ),
+        f"peak within {BAND:.0%}": all(
+            abs(arm["off"]["peak_allocated_bytes"]) <= BAND for arm in found["arms"]
+        ),
+        "moved as planned": all(
+            arm["moved_bytes"] == arm["predicted"]["moved_bytes"] for arm in found["arms"]
+        ),
+    }
+    return {"ok": all(met.values()), "met": met, **found, "over_bound": over}
+
+
+def plans_child(spec: str, params: dict[str, str], device: str) -> Iterator[dict[str, Any]]:
+    from arms import Arms
+
+    arms = Arms(spec, params, device, STEPS, compiler="inductor")
+    first = arms.no_plan()
+    no_plan = arms.plan(None)
+    yield {"build_s": arms.build_s}
+    yield {"arm": {"name": "no plan", **arms.beside(first, no_plan)}}
+    top = no_plan.predicted.no_plan.peak_bytes
+    for share in SLICE_SHARES:
+        try:
+            plan = arms.plan(of_bytes(int(share * top)))
+        except BudgetError as error:
+            # Of the small stand-in, less can move.
+            print(error, file=sys.stderr)
+            continue
+        yield {"arm": {"name": f"budget {share:.0%}", **arms.measure(plan)}}
+    yield {"arm": {"name": "floor", **arms.measure(arms.plan(FLOOR))}}
+    yield {"arm": {"name": "everything", **arms.measure(arms.plan(EVERYTHING))}}
+
+
+def others_child(spec: str, params: dict[str, str], device: str) -> Iterator[dict[str, Any]]:
+    """Inductor as torch has it: by itself, with every layer checkpointed, with its own pass."""
+    import torch
+    import torch._functorch.config as functorch_config
+    from arms import Arms
+
+    arms = Arms(spec, params, device, STEPS, compiler="inductor")
+    model = arms.target.model
+    yield {"arm": {"name": "inductor", **_compiled(arms)}}
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        yield {"arm": {"name": "checkpointed", **_compiled(arms)}}
+        model.gradient_checkpointing_disable()
+    if not hasattr(functorch_config, "enable_activation_offloading"):
+        yield {"torch's pass": f"torch {torch.__version__} has none"}
+        return
+    try:
+        with functorch_config.patch(enable_activation_offloading=True):
+            found = _compiled(arms)
+    except Exception as error:
+        yield {"torch's pass": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
+        return
+    yield {"arm": {"name": "torch's pass", **found}}
+
+
+def _compiled(arms: Any) -> dict[str, Any]:
+    import time
+
+    import torch
+
+    from offplan.replay.compiled import loss_of
+    from offplan.trace.backend import step_of
+
+    torch._dynamo.reset()
+    step = torch.compile(step_of(arms.target), backend="inductor", dynamic=False)
+    on_gpu = arms.device.type == "cuda"
+    times, peak = [], 0
+    for number in range(2 + STEPS):
+        arms.target.model.zero_grad(set_to_none=True)
+        torch.manual_seed(number)
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        loss_of(step(*arms.target.args, **arms.target.kwargs)).backward()
+        if on_gpu:
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated()
+        times.append(1000 * (time.perf_counter() - start))
+    return {
+        "step_ms": statistics.median(times[2:]),
+        "samples_ms": times[2:],
+        "peak_allocated_bytes": peak,
+    }
+
+
+# --- bits -----------------------------------------------------------------------------------------
+
+
+def measure_bits(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
+    spec, params = _qwen(options)
+    result: dict[str, Any] = {}
+    for found in streamed(__file__, "bits", spec, params, options.device, REPEATABLE):
+        differences = [arm["most_different"] for arm in found["arms"] if "most_different" in arm]
+        met = {
+            "finished": found.get("exit_code") == 0,
+            "the bits repeat without a plan": bool(found.get("repeats")),
+            "bits are the same, or differ as little as other fusions make them": all(
+                most <= MOST_DIFFERENT for most in differences
+            ),
+        }
+        result = {"ok": all(met.values()), "met": met, **found}
+        keep(result)
+    for arm in result["arms"]:
+        print(line(arm))
+    if result["exit_code"]:
+        print(result["said"])
+    return result
+
+
+def bits_child(spec: str, params: dict[str, str], device: str) -> Iterator[dict[str, Any]]:
+    from arms import Arms
+
+    arms = Arms(spec, params, device, 1, deterministic=True, compiler="inductor")
+    first = arms.no_plan()
+    yield {"repeats": arms.repeats}
+    no_plan = arms.plan(None)
+    yield {"arm": {"name": "no plan", **arms.beside(first, no_plan)}}
+    expected = arms.gradients(None)
+    top = no_plan.predicted.no_plan.peak_bytes
+    for name, budget in (("budget 70%", of_bytes(int(0.7 * top))), ("everything", EVERYTHING)):
+        try:
+            plan = arms.plan(budget)
+        except BudgetError as error:
+            print(error, file=sys.stderr)
+            continue
+        found = arms.measure(plan)
+        most = 0.0 if found["same_bits"] else _most_different(expected, arms.gradients(plan))
+        yield {"arm": {"name": name, **found, "most_different": most}}
+
+
+def _most_different(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The largest difference of an element, of the largest element of its gradient."""
+    return max(
+        float((one[name] - other[name].to(one[name].device)).abs().max())
+        / max(float(one[name].abs().max()), 1e-30)
+        for name in one
+    )
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def _qwen(options: argparse.Namespace) -> tuple[str, dict[str, str]]:
+    """Eight layers; to try the script out, a model that a CPU can train."""
+    return ("sample_graphs/tiny_gpt.py", {"layers": "1", "batch": "4"}) if options.small else QWEN
+
+
+CHILDREN = {"plans": plans_child, "others": others_child, "bits": bits_child}
+MEASURES = {"slice": measure_slice, "bits": measure_bits}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="benchmark", required=True)
+    for name in MEASURES:
+        command = commands.add_parser(name)
+        command.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+        command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+        command.add_argument("--small", action="store_true", help="tiny sizes, to try it out")
+    hidden = commands.add_parser("child")
+    hidden.add_argument("--what", choices=tuple(CHILDREN), required=True)
+    hidden.add_argument("--device", default="cuda")
+    hidden.add_argument("spec")
+    hidden.add_argument("params", nargs="*")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    if options.benchmark == "child":
+        params = dict(text.split("=", 1) for text in options.params)
+        for found in CHILDREN[options.what](options.spec, params, options.device):
+            print(json.dumps(found), flush=True)
+        return
+    results = Results("inductor", options.benchmark, options.device, options.out)
+    results.close(MEASURES[options.benchmark](options, results.keep))
+
+
+if __name__ == "__main__":
+    main()
