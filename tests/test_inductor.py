@@ -313,11 +313,30 @@ RELOAD = re.compile(r"(\w+) = torch\.ops\.offplan_\d+\.reload\.default\((\w+), (
 WAIT = re.compile(r"torch\.ops\.offplan_\d+\.wait_\.default\((\w+)\)")
 
 
-def lines_of(code: str) -> list[str]:
+def raw_lines_of(code: str) -> list[str]:
     """The lines of the function that runs a graph."""
     body = code[code.index("def call(") : code.index("runner = Runner")]
     lines = [line.strip() for line in body.splitlines()[1:]]
     return [line for line in lines if line and not line.startswith("#")]
+
+
+def lines_of(code: str) -> list[str]:
+    """The lines, with what an operator returns under the name by which it is used.
+
+    Torch 2.11 gives it another name on the next line, and drops the first.
+    """
+    lines = raw_lines_of(code)
+    for place, line in enumerate(lines):
+        alias = re.fullmatch(r"(buf\d+) = (buf\d+)", line)
+        if alias is None:
+            continue
+        new, old = alias.groups()
+        made = [n for n in range(place) if lines[n].startswith(f"{old} = torch.ops.offplan")]
+        if made:
+            lines[made[-1]] = lines[made[-1]].replace(f"{old} =", f"{new} =", 1)
+            lines[place] = ""
+            lines[lines.index(f"del {old}", place)] = ""
+    return [line for line in lines if line]
 
 
 _code: dict[str, tuple[list[str], list[str]]] = {}
