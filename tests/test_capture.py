@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,6 +42,20 @@ def provenance(facts: GraphFacts) -> list[tuple[str, ...]]:
 def saved_names(facts: GraphFacts) -> set[str]:
     makers = {v: op.target for op in timeline(facts) for v in op.outputs}
     return {makers[s.value] for r in facts.regions for s in r.saved if s.value in makers}
+
+
+def test_a_torch_compile_that_copies_its_options_traces_the_same(monkeypatch):
+    """As Lightning's does, once it is imported."""
+    compile_ = torch.compile
+
+    def copying(*args, **options):
+        compiled = compile_(*args, **options)
+        copy.deepcopy(options)
+        return compiled
+
+    expected = facts_of("weight_norm")
+    monkeypatch.setattr(torch, "compile", copying)
+    assert facts_of("weight_norm") == expected
 
 
 @pytest.mark.parametrize("name", [name for name in _factories() if name not in CUDA_ONLY])

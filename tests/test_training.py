@@ -6,6 +6,7 @@ must leave the same bits behind (``training_loops``).
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import json
@@ -929,6 +930,12 @@ def test_a_graph_that_is_forgotten_gives_its_host_memory_back(monkeypatch):
     assert pool.is_closed
 
 
+def test_a_copy_of_a_backend_is_itself():
+    """Lightning copies what ``torch.compile`` is given, to compile again with it."""
+    with small_backend(budget=0) as made:
+        assert copy.deepcopy({"backend": made})["backend"] is made
+
+
 # --- Inductor -------------------------------------------------------------------------------------
 
 
@@ -952,6 +959,21 @@ def test_inductor_with_accumulation_evaluation_and_a_plan():
     plan = analyzed(compiler="inductor")
     ran = assert_trains(loop, plan=plan, compiler="inductor")
     assert ran.stats.offloaded_bytes == 2 * plan.moved_bytes
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.xdist_group("inductor")
+def test_a_graph_is_predicted_while_it_is_compiled_as_analysis_predicts_it(compiler):
+    """Fused kernels too: what is predicted is the step that will run."""
+    expected = analyzed(compiler=compiler, budget="floor").predicted
+    reset_dynamo()
+    with small_backend(budget="floor", compiler=compiler) as made:
+        torch.compile(Net(), backend=made, dynamic=False)(batch(0))
+        (plan,) = made.plans
+    assert plan.predicted.no_plan.peak_bytes == expected.no_plan.peak_bytes
+    assert plan.predicted.plan.peak_bytes == expected.plan.peak_bytes
+    assert plan.predicted.band_percent == expected.band_percent
+    assert (plan.predicted.band_percent is None) == (compiler == "aot_eager")
 
 
 @by_name

@@ -146,6 +146,8 @@ class CompiledGraph:
         self.arena_bytes = 0
         self.undo: Undo | None = None
         self.prefix = ""
+        # While transfers are chosen for them.
+        self.pair: tuple[fx.GraphModule, fx.GraphModule] | None = None
 
     @property
     def owner(self) -> Graphs:
@@ -177,7 +179,9 @@ class CompiledGraph:
             num_fwd_outputs=num_fwd_outputs,
             **options,
         )
+        self.pair = forward, backward
         self.region, self.transfers, layout = owner.placement(self, self.template)
+        self.pair = None
         if self.transfers:
             assert layout is not None
             self.arena_bytes = layout.size_bytes

@@ -69,6 +69,7 @@ from offplan.trace._torch import (
 )
 from offplan.trace.backend import compile_settings
 from offplan.trace.facts import BoundInput, FactsBuilder, RegionTemplate
+from offplan.trace.lowering import lowered_template
 from offplan.units import format_size, parse_size
 
 logger = logging.getLogger("offplan")
@@ -134,6 +135,10 @@ class Backend:
             **_own_padding(choices, compiler),
             **(inductor_options or {}),
         }
+
+    def __deepcopy__(self, memo: Any) -> Backend:
+        # A copy would have host memory of its own; Lightning copies what torch.compile is given.
+        return self
 
     def __call__(
         self, module: fx.GraphModule, example_inputs: Sequence[Any], **options: Any
@@ -502,7 +507,11 @@ class _TrainingGraphs(Graphs):
         budget = self.choices.budget
         if budget is None:
             return NOTHING_MOVES
-        facts = self._facts(graph, template)
+        if self.compiler == "inductor" and graph.pair is not None:
+            # Predicted is what runs: fused kernels and their buffers.
+            facts = self._facts(graph, lowered_template(template, *graph.pair))
+        else:
+            facts = self._facts(graph, template)
         draft = Draft(facts, self.choices.rules, self.choices.min_bytes)
         split = _split()
         elsewhere = _elsewhere_bytes(graph.example_inputs, self.runtime.device, split.saved_bytes)

@@ -54,7 +54,7 @@ from offplan.trace.backend import (
 from offplan.trace.build import Placer, building, shadow
 from offplan.trace.compilers import PARTITIONERS, Lower, compile_pair
 from offplan.trace.facts import LocalGraph, RegionTemplate
-from offplan.trace.lowering import read_lowering
+from offplan.trace.lowering import with_lowering
 from offplan.trace.pretend import on_host, pretend_gpu
 from offplan.trace.sources import SourceNames
 
@@ -258,6 +258,10 @@ class _Capture:
         # What passes between graphs stays as alive as it is in a real step.
         self.kept: list[Any] = []
 
+    def __deepcopy__(self, memo: Any) -> _Capture:
+        # Lightning, once imported, has torch.compile copy its options, the backend among them.
+        return self
+
     def run(self, fake_mode: FakeTensorMode) -> None:
         self.fake_mode = fake_mode
         with (
@@ -391,10 +395,7 @@ class _CompiledRegion:
         if self.capture.compiler != "inductor":
             return local
         with self.capture.clock.phase("lower"):
-            found = read_lowering(module, inputs, lower, local, received)
-        if found is None:
-            return local
-        return replace(local, lowering=found.with_transfers, lowering_alone=found.alone)
+            return with_lowering(local, module, inputs, lower, received)
 
     def _fresh(self, node: Any) -> Any:
         """A new fake tensor, in the mode of the code around the graph, like the node's value."""

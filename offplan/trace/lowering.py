@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -29,9 +31,9 @@ import msgspec
 from torch import fx
 
 from offplan.graph import Buffer, Kernel, Lowering, ValueId
-from offplan.trace._torch import inductor_lowering, unset_fake_temporarily
+from offplan.trace._torch import inductor, inductor_lowering, unset_fake_temporarily
 from offplan.trace.compilers import Lower
-from offplan.trace.facts import LocalGraph, target_name
+from offplan.trace.facts import LocalGraph, RegionTemplate, target_name
 
 logger = logging.getLogger("offplan")
 
@@ -61,6 +63,71 @@ class Lowerings(NamedTuple):
 
 class _Stopped(Exception):
     """Ends what Inductor does, when it has lowered a graph."""
+
+
+def lowered_template(
+    template: RegionTemplate, forward: fx.GraphModule, backward: fx.GraphModule
+) -> RegionTemplate:
+    """``template`` with how Inductor lowers the pair that it was read from, which it will compile.
+
+    For graphs that are just being partitioned: Inductor says what is visible to the user later.
+    """
+    names = inductor()
+    visible = range(template.mutated_count, template.output_count)
+    _show_outputs(forward, visible)
+    _show_outputs(backward, range(len(_outputs(backward))) if _shows_gradients(names) else ())
+    received = {saved.backward_value for saved in template.saved}
+    assert template.backward is not None
+    return replace(
+        template,
+        forward=with_lowering(
+            template.forward, forward, _examples(forward), names.compile_fx_inner
+        ),
+        backward=with_lowering(
+            template.backward,
+            backward,
+            _examples(backward),
+            partial(names.compile_fx_inner, is_backward=True),
+            received,
+        ),
+    )
+
+
+def with_lowering(
+    local: LocalGraph,
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    lower: Lower,
+    received: Collection[ValueId] = (),
+) -> LocalGraph:
+    """``local`` with how ``lower`` lowers ``module``, or as it is if that cannot be read."""
+    found = read_lowering(module, inputs, lower, local, received)
+    if found is None:
+        return local
+    return replace(local, lowering=found.with_transfers, lowering_alone=found.alone)
+
+
+def _examples(module: fx.GraphModule) -> list[Any]:
+    return [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+
+
+def _outputs(module: fx.GraphModule) -> Sequence[Any]:
+    (output,) = module.graph.find_nodes(op="output")
+    found: Sequence[Any] = output.args[0]
+    return found
+
+
+def _show_outputs(module: fx.GraphModule, places: Iterable[int]) -> None:
+    """Tell Inductor which outputs keep their strides."""
+    (output,) = module.graph.find_nodes(op="output")
+    returned = _outputs(module)
+    output.meta["user_visible_output_idxs"] = [
+        place for place in places if isinstance(returned[place], fx.Node)
+    ]
+
+
+def _shows_gradients(names: Any) -> bool:
+    return bool(getattr(names.config, "bw_outputs_user_visible", True))
 
 
 def read_lowering(
