@@ -21,7 +21,7 @@ from offplan.fusion import fused, is_fused
 from offplan.graph import Graph, GraphFacts, Kernel, Lowering
 from offplan.memory import predict
 from offplan.plan import check_plan, make_plan
-from offplan.trace import capture, lowering
+from offplan.trace import lowering
 from offplan.trace._torch import reset_dynamo
 from offplan.trace.capture import TraceOptions, trace_target
 from offplan.trace.lowering import read_lowering
@@ -163,7 +163,7 @@ def reading(monkeypatch: pytest.MonkeyPatch, read: Read) -> list[Any]:
         heard.append(read(*args))
         return heard[-1]
 
-    monkeypatch.setattr(capture, "read_lowering", hear)
+    monkeypatch.setattr(lowering, "read_lowering", hear)
     return heard
 
 
