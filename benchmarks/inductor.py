@@ -4,6 +4,9 @@
                                            # floor, everything; checkpointing; torch's own pass
     python benchmarks/inductor.py bits     # the same layers with kernels that repeat their bits:
                                            # losses and gradients against Inductor without a plan
+    python benchmarks/inductor.py whole    # all 40 layers with labels and plain SGD, 12 steps on
+                                           # text: without a plan, with one, and accumulated
+                                           # (--part none|plan|accumulated|halves: one of them)
 
 Each writes ``<gpu>-inductor-<what>.json`` into ``benchmarks/results`` (``--out`` names another
 folder).  Exit code 3 if a target was missed.  ``--device cpu --small`` tries the script out
@@ -17,6 +20,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +221,105 @@ def _most_different(one: dict[str, Any], other: dict[str, Any]) -> float:
     )
 
 
+# --- the whole model ------------------------------------------------------------------------------
+
+PARTS = ("none", "plan", "accumulated", "halves")
+WHOLE = {"layers": "40", "batch": "4", "seq": "4096", "labels": "true"}
+WHOLE_STEPS = 12
+LEARNING_RATE = 1e-3
+# Differences of rounding that are of one order of magnitude: a whole batch and its rows are further
+# apart than halves of it and its rows (four times, of a small model on a CPU).
+SAME_ORDER = 10
+
+
+def measure_whole(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
+    """Parts that were measured before are kept, so that each can have a command of its own."""
+    spec, params = ("sample_graphs/qwen3_14b.py", WHOLE)
+    if options.small:
+        spec, params = "benchmarks/models.py:llama", {"layers": "1", "batch": "4", "seq": "64"}
+    before = json.loads(options.path.read_text()) if options.path.exists() else {}
+    parts = before.get("parts", {})
+    for part in (options.part,) if options.part else PARTS:
+        for found in streamed(__file__, f"whole-{part}", spec, params, options.device):
+            parts[part] = {name: value for name, value in found.items() if name != "arms"}
+            keep(_whole(parts, options))
+        print(part, {name: parts[part].get(name) for name in ("outcome", "losses", "peak_bytes")})
+    return _whole(parts, options)
+
+
+def _whole(parts: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    losses = {name: part.get("losses", []) for name, part in parts.items()}
+    complete = all(len(losses.get(name, ())) == WHOLE_STEPS for name in PARTS[1:])
+    off = _apart(losses["plan"], losses["accumulated"]) if complete else None
+    # What other pieces do by themselves, with no offload at all.
+    noise = _apart(losses["halves"], losses["accumulated"]) if complete else None
+    met = {
+        "every part was measured": complete and "none" in parts,
+        "out of memory without a plan": options.small
+        or parts.get("none", {}).get("outcome") == "out of memory",
+        "12 of 12 steps with it": len(losses.get("plan", ())) == WHOLE_STEPS,
+        "losses as accumulated, within ten times what other pieces do": complete
+        and off <= SAME_ORDER * noise,
+    }
+    return {"ok": all(met.values()), "met": met, "parts": parts, "apart": off, "noise": noise}
+
+
+def _apart(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+
+
+def whole_child(
+    part: str, spec: str, params: dict[str, str], device_name: str
+) -> Iterator[dict[str, Any]]:
+    from pydoc_data.topics import topics
+
+    import torch
+
+    import offplan
+    from offplan.replay.arm import DrawnOn
+    from offplan.replay.compiled import build_real
+
+    device = torch.device(device_name)
+    torch.manual_seed(0)
+    with DrawnOn(device):
+        target = build_real(spec, params, device)
+    text = torch.frombuffer(bytearray("".join(topics.values()).encode()), dtype=torch.uint8).long()
+    rows, length = target.kwargs["input_ids"].shape
+    optimizer = torch.optim.SGD(target.model.parameters(), lr=LEARNING_RATE)
+    budget = ("floor" if device_name == "cpu" else "auto") if part == "plan" else None
+    piece_rows = {"accumulated": 1, "halves": max(1, rows // 2)}.get(part, rows)
+    losses: list[float] = []
+    times: list[float] = []
+    peak = None
+    with offplan.backend(budget=budget, device=device) as backend:
+        model = torch.compile(target.model, backend=backend, dynamic=False)
+        try:
+            for _ in range(WHOLE_STEPS):
+                starts = torch.randint(len(text) - length, (rows,))
+                batch = torch.stack([text[start : start + length] for start in starts]).to(device)
+                pieces = batch.split(piece_rows)
+                with backend.measure() as measured:
+                    loss = 0.0
+                    for piece in pieces:
+                        found = model(input_ids=piece, labels=piece).loss / len(pieces)
+                        found.backward()
+                        loss += float(found.detach())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(loss)
+                times.append(measured[0].step_ms)
+                peak = measured[0].peak_allocated_bytes
+                moved = measured[0].offloaded_bytes
+                yield {"losses": losses, "samples_ms": times, "peak_bytes": peak, "moved": moved}
+        except torch.OutOfMemoryError as error:
+            yield {"outcome": "out of memory", "why": str(error).split("\n")[0][:300]}
+            return
+        plans = [
+            (p.predicted.plan.peak_bytes, p.predicted.no_plan.peak_bytes) for p in backend.plans
+        ]
+    yield {"outcome": "completed", "predicted": plans}
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -225,8 +328,13 @@ def _qwen(options: argparse.Namespace) -> tuple[str, dict[str, str]]:
     return ("sample_graphs/tiny_gpt.py", {"layers": "1", "batch": "4"}) if options.small else QWEN
 
 
-CHILDREN = {"plans": plans_child, "others": others_child, "bits": bits_child}
-MEASURES = {"slice": measure_slice, "bits": measure_bits}
+CHILDREN: dict[str, Callable[[str, dict[str, str], str], Iterator[dict[str, Any]]]] = {
+    "plans": plans_child,
+    "others": others_child,
+    "bits": bits_child,
+    **{f"whole-{part}": partial(whole_child, part) for part in PARTS},
+}
+MEASURES = {"slice": measure_slice, "bits": measure_bits, "whole": measure_whole}
 
 
 def parse() -> argparse.Namespace:
@@ -239,6 +347,8 @@ def parse() -> argparse.Namespace:
         command.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
         command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
         command.add_argument("--small", action="store_true", help="tiny sizes, to try it out")
+        if name == "whole":
+            command.add_argument("--part", choices=PARTS, help="measure only this; keep the others")
     hidden = commands.add_parser("child")
     hidden.add_argument("--what", choices=tuple(CHILDREN), required=True)
     hidden.add_argument("--device", default="cuda")
@@ -255,6 +365,7 @@ def main() -> None:
             print(json.dumps(found), flush=True)
         return
     results = Results("inductor", options.benchmark, options.device, options.out)
+    options.path = results.path
     results.close(MEASURES[options.benchmark](options, results.keep))
 
 
