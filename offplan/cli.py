@@ -641,7 +641,8 @@ def _timing(seconds: dict[str, float], analysis_s: float) -> Timing | None:
     if not seconds:
         return None
     build_s, capture_s = seconds.get("build", 0.0), seconds.get("capture", 0.0)
-    return Timing(build_s, capture_s, seconds.get("partition", 0.0), analysis_s)
+    lower_s = seconds.get("lower", 0.0)
+    return Timing(build_s, capture_s, seconds.get("partition", 0.0), analysis_s, lower_s)
 
 
 def _refuse_params(request: _Request, what: str) -> None:

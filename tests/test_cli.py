@@ -96,7 +96,8 @@ def test_json_is_pure_and_exact(folder):
     result = analyze("model.py", "--format", "json")
     document = json.loads(result.stdout)
     assert document["saved_bytes"] == 32 * 64 * 4
-    assert set(document["timing"]) == {"build_s", "capture_s", "partition_s", "analysis_s"}
+    phases = {"build_s", "capture_s", "partition_s", "lower_s", "analysis_s"}
+    assert set(document["timing"]) == phases
 
 
 def test_markdown_has_tables(folder):

@@ -624,6 +624,7 @@ def test_analyze_says_and_records_the_compiler(folder):
     )
     assert made.exit_code == 0, made.stderr
     assert "inductor compiler" in made.stdout
+    assert re.search(r"lowering\s+[\d.]+\s+m?s", made.stdout)
     plan = load_plan(folder / "offplan.plan.yaml")
     assert plan.compiler == "inductor"
     assert "--compiler inductor" in (folder / "offplan.plan.yaml").read_text().splitlines()[0]

@@ -54,12 +54,13 @@ _MAX_VIEWS = 4
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Seconds of each phase of an analysis."""
+    """Seconds of each phase of an analysis; ``lower_s`` is 0 unless Inductor was asked."""
 
     build_s: float
     capture_s: float
     partition_s: float
     analysis_s: float
+    lower_s: float = 0.0
 
 
 class Sums(msgspec.Struct, frozen=True):
@@ -394,6 +395,7 @@ def _took(timing: Timing) -> str:
         ("build", timing.build_s),
         ("capture", timing.capture_s),
         ("partition", timing.partition_s),
+        *([("lowering", timing.lower_s)] if timing.lower_s else []),
         ("analysis", timing.analysis_s),
     )
     total = format_seconds(sum(seconds for _, seconds in phases))
