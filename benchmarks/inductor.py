@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from children import REPEATABLE, line, streamed  # noqa: E402
 from machine import Results  # noqa: E402
-from peak import QWEN, SLICE_SHARES  # noqa: E402
+from peak import SLICE_SHARES, qwen  # noqa: E402
 
 from offplan.budget import EVERYTHING, FLOOR, of_bytes  # noqa: E402
 from offplan.errors import BudgetError  # noqa: E402
@@ -47,7 +47,7 @@ Keep = Callable[[dict[str, Any]], None]
 
 
 def measure_slice(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
-    spec, params = _qwen(options)
+    spec, params = qwen(options)
     result: dict[str, Any] = {"arms": [], "others": []}
     for what in ("plans", "others"):
         for found in streamed(__file__, what, spec, params, options.device):
@@ -171,7 +171,7 @@ def _compiled(arms: Any) -> dict[str, Any]:
 
 
 def measure_bits(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
-    spec, params = _qwen(options)
+    spec, params = qwen(options)
     result: dict[str, Any] = {}
     for found in streamed(__file__, "bits", spec, params, options.device, REPEATABLE):
         differences = [arm["most_different"] for arm in found["arms"] if "most_different" in arm]
@@ -321,11 +321,6 @@ def whole_child(
 
 
 # --- the command ----------------------------------------------------------------------------------
-
-
-def _qwen(options: argparse.Namespace) -> tuple[str, dict[str, str]]:
-    """Eight layers; to try the script out, a model that a CPU can train."""
-    return ("sample_graphs/tiny_gpt.py", {"layers": "1", "batch": "4"}) if options.small else QWEN
 
 
 CHILDREN: dict[str, Callable[[str, dict[str, str], str], Iterator[dict[str, Any]]]] = {

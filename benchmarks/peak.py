@@ -136,7 +136,7 @@ def model_child(spec: str, params: dict[str, str], device: str) -> Iterator[dict
 
 
 def measure_slice(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
-    spec, params = _qwen(options)
+    spec, params = qwen(options)
     result: dict[str, Any] = {}
     for found in streamed(__file__, "slice", spec, params, options.device):
         result = _against_bounds(found)
@@ -148,7 +148,7 @@ def measure_slice(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
     return result
 
 
-def _qwen(options: argparse.Namespace) -> tuple[str, dict[str, str]]:
+def qwen(options: argparse.Namespace) -> tuple[str, dict[str, str]]:
     """Eight layers; to try the script out, a model that a CPU can train."""
     return ("sample_graphs/tiny_gpt.py", {"layers": "1", "batch": "4"}) if options.small else QWEN
 
@@ -240,7 +240,7 @@ def slice_child(spec: str, params: dict[str, str], device: str) -> Iterator[dict
 
 
 def measure_rules(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
-    spec, params = _qwen(options)
+    spec, params = qwen(options)
     result: dict[str, Any] = {}
     for found in streamed(__file__, "rules", spec, params, options.device, REPEATABLE):
         arms = found["arms"]

@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from offplan.errors import DeviceError, PlanError, TargetError
+from offplan.errors import PlanError, TargetError
 from offplan.graph import Compiler, GraphFacts, TargetRef
 from offplan.plan import Plan, check_plan
-from offplan.replay.graphs import NOTHING_MOVES, CompiledGraph, Graphs, Placement, is_equal
+from offplan.replay.graphs import NOTHING_MOVES, CompiledGraph, Graphs, Placement
 from offplan.replay.layout import Layout, layouts
 from offplan.replay.localize import localized, other_graphs, torch_version
 from offplan.replay.packing import window
@@ -43,6 +43,7 @@ from offplan.replay.runtime import (
     TimedCudaLink,
     cpu_runtime,
     cuda_runtime,
+    present_device,
 )
 from offplan.target import Target, load_target
 from offplan.trace import failures
@@ -302,12 +303,7 @@ class _CompiledStep(Graphs):
             region = self.recorder.region_count
             transfers = localized(self.plan, region, template)
             return Placement(region, transfers, self.layouts.get(region))
-        for known in self.graphs:
-            if known.template is not None and is_equal(known.template, template):
-                region = known.region
-                layout = None if region is None else self.layouts.get(region)
-                return Placement(region, known.transfers, layout)
-        return NOTHING_MOVES
+        return self.placed_before(template) or NOTHING_MOVES
 
     def record(
         self, graph: CompiledGraph, keys: Sequence[int | None], results: Sequence[Any]
@@ -346,15 +342,9 @@ def _check_plan_alone(plan: Plan, device: torch.device) -> None:
 
 
 def _device(device: str | torch.device) -> torch.device:
-    found = torch.device(device)
-    if found.type == "cpu":
-        return found
-    if found.type != "cuda" or not torch.cuda.is_available():
-        raise DeviceError(
-            f"there is no {found.type} device to replay on",
-            fix="replay with --device cpu, or on a machine with a GPU",
-        )
-    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    return present_device(
+        device, doing="to replay on", fix="replay with --device cpu, or on a machine with a GPU"
+    )
 
 
 @contextmanager

@@ -11,20 +11,13 @@ from typing import Any
 
 import torch
 
-from offplan.errors import DeviceError, UsageError
+from offplan.errors import UsageError
 from offplan.measured import PinName
 from offplan.replay.compiled import Steps
 from offplan.replay.gauge import input_tensors
 from offplan.replay.hooks import ActivationOffload, Owners
 from offplan.replay.pinning import DEFAULT_PIN, Pinning, choose
-from offplan.replay.runtime import (
-    CpuLink,
-    CudaLink,
-    Link,
-    ReplayError,
-    RuntimeStats,
-    TimedCudaLink,
-)
+from offplan.replay.runtime import ReplayError, RuntimeStats, link_for, present_device
 from offplan.replay.saved import Mover
 from offplan.replay.shelf import Shelf
 from offplan.target import Target
@@ -73,30 +66,17 @@ def offload_activations(
     found = _device(device or next((t.device for t in owners.tensors()), None))
     if in_flight_bytes is None:
         in_flight_bytes = 0 if checkpointed_inputs_only else IN_FLIGHT_BYTES
-    pinning = choose(pin, found) if isinstance(pin, str) else pin
-    shelf = Shelf(pinning, host_budget)
-    mover = Mover(_link(found, timing=timing), shelf, keep_last_count, in_flight_bytes)
+    shelf = Shelf(choose(pin, found), host_budget)
+    mover = Mover(link_for(found, timing=timing), shelf, keep_last_count, in_flight_bytes)
     return ActivationOffload(mover, found, owners, min_offload_bytes, checkpointed_inputs_only)
 
 
-def _link(device: torch.device, *, timing: bool) -> Link:
-    if device.type == "cpu":
-        return CpuLink()
-    return TimedCudaLink(device) if timing else CudaLink(device)
-
-
 def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.device(device)
-    if found.type == "cpu":
-        return found
-    if found.type != "cuda" or not torch.cuda.is_available():
-        raise DeviceError(
-            f"there is no {found.type} device to move from",
-            fix="move from the CPU (device='cpu', to try it), or run on a machine with a GPU",
-        )
-    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    return present_device(
+        device,
+        doing="to move from",
+        fix="move from the CPU (device='cpu', to try it), or run on a machine with a GPU",
+    )
 
 
 class EagerReplay(Steps):

@@ -61,6 +61,13 @@ class Graphs(ABC):
     def placement(self, graph: CompiledGraph, template: RegionTemplate) -> Placement:
         """The transfers of a graph that is being compiled."""
 
+    def placed_before(self, template: RegionTemplate) -> Placement | None:
+        """The placement of a graph compiled before that computes the same, if there is one."""
+        for known in self.graphs:
+            if known.template is not None and is_equal(known.template, template):
+                return Placement(known.region, known.transfers, known.layout)
+        return None
+
     def record(
         self, graph: CompiledGraph, keys: Sequence[int | None], results: Sequence[Any]
     ) -> None:
@@ -143,7 +150,7 @@ class CompiledGraph:
         self.template: RegionTemplate | None = None
         self.region: int | None = None
         self.transfers: Sequence[Transfer] = ()
-        self.arena_bytes = 0
+        self.layout: Layout | None = None
         self.undo: Undo | None = None
         self.prefix = ""
         # While transfers are chosen for them.
@@ -180,20 +187,25 @@ class CompiledGraph:
             **options,
         )
         self.pair = forward, backward
-        self.region, self.transfers, layout = owner.placement(self, self.template)
+        self.region, self.transfers, self.layout = owner.placement(self, self.template)
         self.pair = None
         if self.transfers:
-            assert layout is not None
-            self.arena_bytes = layout.size_bytes
+            assert self.layout is not None
             self.undo = insert_transfers(
-                forward, backward, self.template, self.transfers, layout, self.runtime, owner.ops
+                forward,
+                backward,
+                self.template,
+                self.transfers,
+                self.layout,
+                self.runtime,
+                owner.ops,
             )
         return forward, backward
 
     def compile_forward(self, module: fx.GraphModule, inputs: Sequence[Any], lower: Lower) -> Any:
         if self.template is None:
             self.template = read_without_gradient(module, self.owner.source_name)
-            self.region, self.transfers, _ = self.owner.placement(self, self.template)
+            self.region, self.transfers, self.layout = self.owner.placement(self, self.template)
         metadata = TracingContext.get().fw_metadata
         if metadata is not None:
             # None would mean "not known", and refuse a backward that keeps its graph.
@@ -228,7 +240,8 @@ class CompiledGraph:
     def _run_forward(self, compiled: Callable[..., Any], args: list[Any]) -> Any:
         if not self.transfers:
             return compiled(args)
-        with self.runtime.forward_run(self.arena_bytes):
+        assert self.layout is not None
+        with self.runtime.forward_run(self.layout.size_bytes):
             return compiled(args)
 
 

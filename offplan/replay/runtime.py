@@ -39,7 +39,7 @@ import msgspec
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from offplan.errors import OffplanError
+from offplan.errors import DeviceError, OffplanError
 from offplan.footprint import Pattern
 from offplan.replay.host import HostPool, Lease, Pageable, Pinning
 from offplan.replay.packing import gather, scatter, window
@@ -263,6 +263,28 @@ class TimedCudaLink(CudaLink):
             self.total_ms += before.elapsed_time(after)
         self.waits.clear()
         return self.total_ms
+
+
+def present_device(device: str | torch.device | None, *, doing: str, fix: str) -> torch.device:
+    """The CPU, or the GPU with its number; None: the current GPU, or else the CPU.
+
+    Raises ``DeviceError`` that there is none for ``doing``.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = torch.device(device)
+    if found.type == "cpu":
+        return found
+    if found.type != "cuda" or not torch.cuda.is_available():
+        raise DeviceError(f"there is no {found.type} device {doing}", fix=fix)
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+
+
+def link_for(device: torch.device, *, timing: bool) -> Link:
+    """The link of ``device``; on a GPU, one that measures stalls if ``timing``."""
+    if device.type == "cpu":
+        return CpuLink()
+    return TimedCudaLink(device) if timing else CudaLink(device)
 
 
 def _holder(key: int) -> str:

@@ -35,7 +35,7 @@ from torch import fx
 from offplan.budget import Aim, Budget, Outlooks, given_budget, of_bytes, parse_budget
 from offplan.costs import DeviceProfile, find_profile
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES, RULE_SETS, RuleSet
-from offplan.errors import BudgetError, DeviceError, PlanError, UsageError
+from offplan.errors import BudgetError, PlanError, UsageError
 from offplan.graph import Compiler, GraphFacts, ModelTensor, Partitioner, TargetRef
 from offplan.measured import PinName
 from offplan.memory import Conditions, Optimizer
@@ -45,20 +45,12 @@ from offplan.replay.graphs import (
     CompiledGraph,
     Graphs,
     Placement,
-    is_equal,
 )
 from offplan.replay.host import HostPool
 from offplan.replay.layout import layouts
 from offplan.replay.localize import localized, other_graphs, torch_version
 from offplan.replay.pinning import DEFAULT_PIN, Pinning, choose
-from offplan.replay.runtime import (
-    CpuLink,
-    CudaLink,
-    Link,
-    Runtime,
-    RuntimeStats,
-    TimedCudaLink,
-)
+from offplan.replay.runtime import Runtime, RuntimeStats, link_for, present_device
 from offplan.trace._torch import (
     TracingContext,
     count_aot_call,
@@ -127,7 +119,7 @@ class Backend:
         inductor_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.device = device
-        link: Link = _link(device, timing=timing)
+        link = link_for(device, timing=timing)
         pool = HostPool((), choose(pin, device), choices.host_bytes)
         self.runtime = Runtime(link, pool)
         self._graphs = _TrainingGraphs(choices, compiler, self.runtime)
@@ -415,26 +407,14 @@ def _size(name: str, size: int | str) -> int:
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise UsageError(f"device is {device!r}", fix="'cuda', 'cuda:1' or 'cpu'") from error
-    if found.type == "cpu":
-        return found
-    if found.type != "cuda" or not torch.cuda.is_available():
-        raise DeviceError(
-            f"there is no {found.type} device to run on",
+        return present_device(
+            device,
+            doing="to run on",
             fix="device='cpu' runs a plan on the CPU, which saves nothing and shows that it works",
         )
-    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
-
-
-def _link(device: torch.device, *, timing: bool) -> Link:
-    if device.type == "cpu":
-        return CpuLink()
-    return TimedCudaLink(device) if timing else CudaLink(device)
+    except RuntimeError as error:
+        raise UsageError(f"device is {device!r}", fix="'cuda', 'cuda:1' or 'cpu'") from error
 
 
 # --- the graphs -----------------------------------------------------------------------------------
@@ -486,9 +466,9 @@ class _TrainingGraphs(Graphs):
 
     def _of_the_plan(self, plan: Plan, template: RegionTemplate) -> Placement | None:
         """The placement of the first region that ``template`` is (definition 2)."""
-        for known in self.graphs:
-            if known.template is not None and is_equal(known.template, template):
-                return Placement(known.region, known.transfers, self._layout(known.region))
+        before = self.placed_before(template)
+        if before is not None:
+            return before
         for region in range(len(plan.regions)):
             if region in self._taken:
                 continue
@@ -497,11 +477,8 @@ class _TrainingGraphs(Graphs):
             except PlanError:
                 continue
             self._taken.add(region)
-            return Placement(region, transfers, self._layout(region))
+            return Placement(region, transfers, self._layouts.get(region))
         return None
-
-    def _layout(self, region: int | None) -> Any:
-        return None if region is None else self._layouts.get(region)
 
     def _planned(self, graph: CompiledGraph, template: RegionTemplate) -> Placement:
         budget = self.choices.budget
