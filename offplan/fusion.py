@@ -382,7 +382,7 @@ class _Fuser:
         if not kernels:
             return _idle(op)
         if len(kernels) == 1 and kernels[0].call:
-            return self._call(ops[kernels[0].ops[-1]], kernels[0], buffers)
+            return self._call(_called(ops, kernels[0]), kernels[0], buffers)
         parts = sorted({part for kernel in kernels for part in kernel.ops})
         known = ops[kernels[-1].ops[-1]]
         made = dict.fromkeys(n for kernel in kernels for n in kernel.makes)
@@ -460,6 +460,20 @@ def _firsts(facts: GraphFacts) -> list[tuple[int, int]]:
         backwards.append(first)
     sizes = [len(region.forward.ops) for region in facts.regions]
     return list(zip(accumulate(sizes, initial=0), backwards, strict=False))
+
+
+def _called(ops: Sequence[Op], kernel: Kernel) -> Op:
+    """The op that a library's kernel is called for: where it does several at once, as ``addmm`` a
+    product and a sum, the last of them that it is named after."""
+    name = _packet(kernel.call)
+    parts = [ops[part] for part in kernel.ops]
+    return next((op for op in reversed(parts) if name.endswith(_packet(op.target))), parts[-1])
+
+
+def _packet(target: str) -> str:
+    """``mm`` of ``aten.mm.out``."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 1 else target
 
 
 def _idle(op: Op) -> Op:

@@ -125,7 +125,8 @@ def kept_bytes(ops: Sequence[Op], forward_count: int, gpu: str = "") -> Iterator
     blas_bytes = _BLAS_BYTES if is_since_hopper(gpu) else _OLDER_BLAS_BYTES
     for part in (range(forward_count), range(forward_count, len(ops))):
         for targets, size in ((_MULTIPLIES, blas_bytes), (_ADDS_BIAS, _BLAS_LT_BYTES)):
-            first = next((index for index in part if ops[index].target in targets), None)
+            found = (index for index in part if ops[index].target.startswith(targets))
+            first = next(found, None)
             if first is not None:
                 yield first, size
 
@@ -135,8 +136,9 @@ def kept_bytes(ops: Sequence[Op], forward_count: int, gpu: str = "") -> Iterator
 _BLAS_BYTES = 32 * MIB
 _OLDER_BLAS_BYTES = 8 * MIB + 128 * KIB
 _BLAS_LT_BYTES = MIB
-_MULTIPLIES = {"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"}
-_ADDS_BIAS = {"aten.addmm.default"}
+_MULTIPLIES = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
+# Compiled code calls ``aten.addmm.out`` for other sums.
+_ADDS_BIAS = ("aten.addmm.default",)
 
 
 def is_since_hopper(gpu: str) -> bool:

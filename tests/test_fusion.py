@@ -6,10 +6,12 @@ saved and, in the backward, read by ``d = k(c, t)`` where t is the tangent.
 
 from __future__ import annotations
 
+from math import ceil
+
 import msgspec
 import pytest
 
-from offplan.budget import Aim, Outlooks, of_bytes
+from offplan.budget import FLOOR, Aim, Outlooks, of_bytes
 from offplan.costs import op_times_ms, profile_for
 from offplan.errors import BudgetError
 from offplan.fusion import BAND, KERNEL, as_run, fused, is_fused
@@ -184,6 +186,32 @@ def test_a_librarys_call_keeps_its_op_and_shapes() -> None:
     shapes = [made.values[v].shape for v in call.inputs if made.values[v].kind == "tensor"]
     assert shapes == [(1024, 256)]
     assert made.values[call.outputs[0]].storage == C
+
+
+def test_a_call_for_several_ops_is_priced_as_the_product_it_is_named_after() -> None:
+    facts = a_step()
+    (region,) = facts.regions
+    ops = (
+        region.forward.ops[0],
+        msgspec.structs.replace(region.forward.ops[1], target="aten.mm.default", inputs=(X, A)),
+        msgspec.structs.replace(region.forward.ops[2], target="aten.add.Tensor", inputs=(A, B)),
+        region.forward.ops[3],
+    )
+    made = lowering(
+        [(0, X), (MIB, A), (MIB, C), (4, LOSS)],
+        [
+            Kernel(0, (0,), (0,), (1,)),
+            Kernel(2, (1, 2), (0, 1), (2,), call="aten.addmm.out"),
+            Kernel(3, (3,), (2,), (3,)),
+        ],
+        [3, 2],
+    )
+    forward = msgspec.structs.replace(region.forward, ops=ops, lowering=made)
+    region = msgspec.structs.replace(region, forward=forward)
+    found = fused(msgspec.structs.replace(facts, regions=(region,)), with_transfers=True)
+    call = found.regions[0].forward.ops[2]
+    assert (call.name, call.target) == ("g", "aten.addmm.out")
+    assert [found.values[v].kind for v in call.inputs].count("tensor") == 2
 
 
 def test_a_kernel_is_named_by_its_ops_and_moves_bytes() -> None:
@@ -396,8 +424,14 @@ def test_a_budget_leaves_the_band_free() -> None:
     assert (
         outlooks.outlook_for(of_bytes(int(peak * (1 + BAND)) + 1)).predicted.plan.peak_bytes == peak
     )
+    floor_bytes = outlooks.floor()[1].peak_bytes
     with pytest.raises(BudgetError, match="to spare"):
-        outlooks.outlook_for(of_bytes(outlooks.floor()[1].peak_bytes))
+        outlooks.outlook_for(of_bytes(floor_bytes))
+    least = outlooks.outlook_for(FLOOR)
+    assert least.budget_bytes == ceil(floor_bytes * (1 + BAND))
+    assert (
+        outlooks.outlook_for(of_bytes(least.budget_bytes)).predicted.plan.peak_bytes <= floor_bytes
+    )
 
 
 def test_a_report_says_the_band_where_ops_are_fused() -> None:

@@ -306,6 +306,11 @@ def test_each_thread_that_multiplies_has_a_workspace_from_its_first_product_on()
     assert list(kept_bytes(ops, 3, A100)) == [(1, 8 * MiB + 131072), (3, 8 * MiB + 131072)]
 
 
+def test_compiled_products_have_the_same_workspace() -> None:
+    ops = steps("aten.mm.out", "aten.addmm.out")
+    assert list(kept_bytes(ops, 1, H200)) == [(0, 32 * MiB), (1, 32 * MiB)]
+
+
 def test_adding_a_bias_takes_the_workspace_of_another_library_too() -> None:
     ops = steps("aten.addmm.default", "aten.mm.default")
     assert list(kept_bytes(ops, 1, H200)) == [(0, 32 * MiB), (0, MiB), (1, 32 * MiB)]
