@@ -11,7 +11,8 @@
     the plan that moves everything if it is less).
 4.  Where a compiler fuses ops (``offplan.fusion``), the planner counts with graphs that have
     transfers in them, and each plan is predicted as it is compiled.
-5.  Such predictions have a band, which a plan for a budget leaves free.
+5.  Such predictions have a band, which a plan for a budget leaves free, and by which the budget of
+    ``floor`` exceeds its predicted peak.
 6.  Without a profile of the GPU, copies are placed as for ``NOMINAL`` rates, and no time is
     predicted.
 """
@@ -252,12 +253,17 @@ class Outlooks:
         if budget is None:
             return None
         if budget.kind == "floor":
-            return self.floor()[1].peak_bytes
+            return ceil(self.floor()[1].peak_bytes * (1 + self._band))
         if budget.kind == "share":
             return int(budget.value * self.no_plan.peak_bytes)
         if budget.kind == "auto":
             return self._device_bytes() - MARGIN_BYTES
         return int(budget.value)
+
+    @property
+    def _band(self) -> float:
+        """What a peak can be off by (definition 5)."""
+        return BAND if is_fused(self.facts) else 0.0
 
     def floor(self) -> tuple[Planned, Prediction]:
         """The plan with the least peak, and its prediction."""
@@ -283,7 +289,7 @@ class Outlooks:
 
     def _within(self, limit: int, budget: Budget) -> tuple[Planned, Prediction]:
         """The plan that is predicted to stay within ``limit`` (definitions 2, 3 and 5)."""
-        asked, band = limit, BAND if is_fused(self.facts) else 0.0
+        asked, band = limit, self._band
         limit = int(limit / (1 + band))
 
         def excess_bytes(found: Prediction) -> int:
