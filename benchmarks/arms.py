@@ -73,6 +73,7 @@ class Arms:
         self.build_s = time.perf_counter() - start
         self.reference: list[Any] | None = None
         self.repeats = True
+        self.unrepeated: list[str] = []
         words = [spec.split(":")[-1].split("/")[-1], *(f"{k}-{v}" for k, v in params.items())]
         self.name, self.arm_count = "-".join(words), 0
         self.op_ms: dict[str, float] = {}
@@ -156,7 +157,10 @@ class Arms:
             self.reference = bits
             self._reset(0)
             _step(gauge, replay)
-            self.repeats = self._bits() == bits[0]
+            names = [name for name, _ in self._gradients()]
+            again = zip(names, self._bits(), bits[0], strict=True)
+            self.unrepeated = [name for name, one, other in again if one != other]
+            self.repeats = not self.unrepeated
         # Where kernels do not repeat their bits, only deterministic ones can tell (offplan run).
         same = bits == self.reference if self.repeats else None
         steady = readings[WARM_UP:]

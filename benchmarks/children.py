@@ -34,7 +34,7 @@ def streamed(
     """
     words = [sys.executable, script, "child", "--what", what, "--device", device, spec]
     words += [f"{name}={value}" for name, value in params.items()]
-    lock = Path(tempfile.gettempdir()) / "offplan-gpu-lock"
+    lock = Path(tempfile.gettempdir()) / f"offplan-gpu{os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
     variables = {**os.environ, "GPU_LOCK": str(lock), **(environment or {})}
     start = time.perf_counter()
     found: dict[str, Any] = {"spec": spec, "params": params, "arms": []}
