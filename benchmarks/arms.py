@@ -58,10 +58,11 @@ class Arms:
     ) -> None:
         self.spec, self.params, self.compiler = spec, params, compiler
         self.conditions = Conditions(deterministic=deterministic)
-        torch.use_deterministic_algorithms(deterministic, warn_only=True)
+        # Not only with a warning: where that is all, attention's backward does not repeat its bits.
+        torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = False
         if deterministic:
-            # Its backward never repeats its bits; flash attention's does when it is asked to.
+            # Its backward never does.
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         self.steps = steps
