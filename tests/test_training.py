@@ -46,11 +46,13 @@ from training_loops import (
 import offplan
 from offplan.budget import FLOOR, Budget, of_bytes
 from offplan.errors import BudgetError, DeviceError, PlanError, UsageError
+from offplan.graph import Value, ValueId
 from offplan.plan import Plan
 from offplan.replay import training
 from offplan.replay.live import LiveBytes
 from offplan.replay.runtime import ReplayError
 from offplan.trace._torch import reset_dynamo
+from offplan.trace.facts import LocalGraph, RegionTemplate
 
 # Dynamo looks at it where a graph begins with another one's output.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -344,6 +346,17 @@ def test_symbolic_sizes_move_nothing_which_is_said_once(caplog):
         assert_same(run_loop(shapes, Net, made, dynamic=True), expected)
         assert made.stats().offload_count == 0
     assert said(caplog, "symbolic sizes") == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "symbolic", "expected"), [(0, "", False), (1, "", True), (0, "(s0, 4)", True)]
+)
+def test_a_number_that_an_op_returns_is_no_unknown_size(given, symbolic, expected):
+    # As attention on a GPU returns the lengths of its sequences.
+    values = (Value("tensor", dtype="float32", symbolic=symbolic), Value("symint"))
+    graph = LocalGraph((ValueId(given),), ("x",), (), (), ())
+    template = RegionTemplate((), values, graph, None, (), 0, 0)
+    assert training._is_symbolic(template) is expected
 
 
 def test_sizes_that_become_symbolic_move_nothing_from_then_on(caplog):

@@ -536,7 +536,10 @@ class _TrainingGraphs(Graphs):
 
 
 def _is_symbolic(template: RegionTemplate) -> bool:
-    return any(value.kind == "symint" or value.symbolic for value in template.values)
+    """Whether a size is not known.  Numbers that ops return are: attention's lengths, for one."""
+    return any(value.symbolic for value in template.values) or any(
+        template.values[value].kind == "symint" for value in template.forward.inputs
+    )
 
 
 def _bound(graph: CompiledGraph, template: RegionTemplate) -> Iterator[BoundInput]:
