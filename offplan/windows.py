@@ -99,7 +99,7 @@ def candidates(
     spans: Sequence[Span],
 ) -> list[Candidate]:
     uses = _uses(facts, spans)
-    twins = _twins(facts)
+    twin_of = twins(facts)
     positions: dict[tuple[int, StorageId | None], int] = {}
     item_bytes: dict[tuple[int, StorageId | None], int] = {}
     for number, region in enumerate(facts.regions):
@@ -124,7 +124,7 @@ def candidates(
             back_by=None if needed_by is None else min(needed_by, span.returned),
             last=_held_through(last[key], span),
             span=span,
-            twins=(twins[move.region], positions[key]),
+            twins=(twin_of[move.region], positions[key]),
         )
 
     return [candidate(move) for move in movable]
@@ -151,7 +151,7 @@ def _sizes(move: Move, item_bytes: int, *, is_rounded: bool) -> tuple[int, int, 
     return size_bytes, back_bytes, staging_bytes
 
 
-def _twins(facts: GraphFacts) -> list[int]:
+def twins(facts: GraphFacts) -> list[int]:
     """For each region the first one that computes the same."""
     if len(facts.regions) == 1:
         return [0]

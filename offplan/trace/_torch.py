@@ -7,9 +7,10 @@ these, this is the only file to change.  Nothing here has state.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -22,9 +23,10 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._dynamo.exc import Unsupported as DynamoUnsupported
 from torch._dynamo.utils import counters as _dynamo_counters
+from torch._functorch import partitioners as _partitioners
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
-from torch._guards import TracingContext
+from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor as fake_tensor_module
 from torch._subclasses.fake_tensor import (
@@ -48,11 +50,13 @@ from torch.utils._pytree import (
     tree_leaves,
     tree_map,
 )
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "ENGINE_RUN_BACKWARD",
     "INDUCTOR_ALLOCATES_BY",
     "INDUCTOR_ALLOCATES_FROM",
+    "MUST_RECOMPUTE",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "DynamoUnsupported",
@@ -87,10 +91,12 @@ __all__ = [
     "inductor_mode_options",
     "inductor_option_names",
     "input_metadata",
+    "is_collective",
     "is_fake",
     "is_traceable_wrapper_subclass",
     "math_attention",
     "min_cut_rematerialization_partition",
+    "partition_saving",
     "proxy_tensor_module",
     "reset_dynamo",
     "saved_storages",
@@ -99,6 +105,7 @@ __all__ = [
     "set_sdp_priority_order",
     "storage_key",
     "torch_c",
+    "tracing",
     "tree_leaves",
     "tree_leaves_with_path",
     "tree_map",
@@ -109,6 +116,33 @@ cudnn_attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention.defaul
 flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
 efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
 math_attention: Any = torch.ops.aten._scaled_dot_product_attention_math.default
+
+
+# How a node of a joint graph is tagged that the backward computes again.
+MUST_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def partition_saving(
+    joint: torch.fx.GraphModule, joint_inputs: Any, saved: Sequence[torch.fx.Node], **options: Any
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """Min-cut's partition of ``joint`` with ``saved`` as what the forward hands to the backward.
+
+    Only what is searched for is given; ``joint`` has been through common subexpressions before.
+    """
+
+    def chosen(*args: Any, **kwargs: Any) -> list[torch.fx.Node]:
+        return list(saved)
+
+    with (
+        mock.patch.object(_partitioners, "choose_saved_values_set", chosen),
+        functorch_config.patch(cse=False),
+    ):
+        return min_cut_rematerialization_partition(joint, joint_inputs, **options)
+
+
+def is_collective(target: Any) -> bool:
+    """Whether all processes take part in the op ``target``."""
+    return isinstance(target, OpOverload) and target.namespace in ("_c10d_functional", "c10d")
 
 
 def empty_host_cache() -> None:

@@ -9,6 +9,8 @@
     reads the one that stayed, but its fake tensor still lies on the storage of the one that went.
     What shares memory is therefore read off the joint graph, before that, and a fake tensor that
     disagrees afterwards is made again from what its op reads now.
+5.  What the backward computes again may be chosen when the *base* is known, which is what the
+    partitioner makes by itself: the joint graph is then partitioned again (``trace.recompute``).
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -43,6 +45,7 @@ from offplan.trace._torch import (
 )
 from offplan.trace.compilers import Partition
 from offplan.trace.facts import BoundInput, FactsBuilder, RegionTemplate, clean_path, read_region
+from offplan.trace.recompute import Choose, chosen_ops, is_random, partition_again
 from offplan.trace.sources import SourceNames
 
 
@@ -74,6 +77,25 @@ def compile_settings() -> Iterator[None]:
 def _known(config: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Those of ``settings`` that this version of torch has."""
     return {name: value for name, value in settings.items() if hasattr(config, name)}
+
+
+class Run(NamedTuple):
+    """One run of a compiled graph, as it is recorded (definition 3)."""
+
+    inputs: Sequence[BoundInput]
+    output_keys: Sequence[int | None]
+    output_names: Sequence[str]
+    prefix: str
+
+    def add(self, builder: FactsBuilder, template: RegionTemplate) -> None:
+        """Place the run on the timeline of ``builder``, as one of ``template``.
+
+        Partitioned otherwise, a graph has as many inputs, but for states of generators.
+        """
+        names = template.forward.input_names
+        inputs = [*self.inputs[: len(names)]]
+        inputs += [BoundInput("input", name, None) for name in names[len(inputs) :]]
+        builder.add(template, inputs, self.output_keys, self.output_names, self.prefix)
 
 
 class Recorder:
@@ -127,7 +149,7 @@ class Recorder:
         given_keys: Sequence[int | None],
         returned: Sequence[Any],
         prefix: str,
-    ) -> None:
+    ) -> Run:
         """Add one run of ``template``: what it was given, by key, and what it ``returned``."""
         outputs = self.keys(returned[: template.output_count])
         names = []
@@ -140,7 +162,9 @@ class Recorder:
             self._bind(key, name)
             for key, name in zip(given_keys, template.forward.input_names, strict=True)
         ]
-        self.builder.add(template, inputs, outputs, names, prefix)
+        run = Run(inputs, outputs, names, prefix)
+        run.add(self.builder, template)
+        return run
 
     def _bind(self, key: int | None, placeholder: str) -> BoundInput:
         known = None if key is None else self.names.get(key)
@@ -178,33 +202,105 @@ class Recorder:
             )
 
 
-def split_and_read(
-    partition: Partition,
-    source_name: Callable[[str, int], str],
-    joint: fx.GraphModule,
-    joint_inputs: Any,
-    *,
-    num_fwd_outputs: int,
-    **options: Any,
-) -> tuple[fx.GraphModule, fx.GraphModule, RegionTemplate]:
-    """Partition a joint graph, as AOTAutograd asks for it, and read the pair."""
-    shared = {
-        node.name: _shared(node)
-        for node in joint.graph.nodes
-        if isinstance(node.target, OpOverload)
-    }
-    forward, backward = partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **options)
-    for module in (forward, backward):
-        _restore_sharing(module, shared)
-    metadata = TracingContext.get().fw_metadata
-    template = read_region(
-        forward,
-        backward,
-        output_count=num_fwd_outputs,
-        mutated_count=metadata.num_mutated_inp_runtime_indices if metadata else 0,
-        source_name=source_name,
-    )
-    return forward, backward, template
+class Split(NamedTuple):
+    """A partitioned joint graph, as it was read; ``base`` if it was chosen what runs again."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    template: RegionTemplate
+    base: RegionTemplate | None = None
+
+
+class Joint:
+    """A joint graph that is to be partitioned: by AOTAutograd, and again as long as this lives."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        inputs: Any,
+        options: Mapping[str, Any],
+        source_name: Callable[[str, int], str],
+    ) -> None:
+        self.module = module
+        self.inputs = inputs
+        self.options = options
+        self.source_name = source_name
+        self.base: Split | None = None
+        self.context = TracingContext.get()
+        metadata = self.context.fw_metadata
+        self.mutated_count = metadata.num_mutated_inp_runtime_indices if metadata else 0
+        self.shared: dict[str, _Sharing] = {
+            node.name: _shared(node)
+            for node in module.graph.nodes
+            if isinstance(node.target, OpOverload)
+        }
+
+    def split(self, partition: Partition) -> Split:
+        """The base (definition 5)."""
+        self.base = self._read(*partition(self.module, self.inputs, **self.options))
+        return self.base
+
+    def split_again(self, base: RegionTemplate, ops: Collection[int]) -> Split:
+        """The pair that computes ``ops`` of the forward of ``base`` again in the backward."""
+        pair = partition_again(self.module, self.inputs, base, ops, **self.options)
+        return self._read(*pair)._replace(base=base)
+
+    def _read(self, forward: fx.GraphModule, backward: fx.GraphModule) -> Split:
+        self._complete(forward, backward)
+        for module in (forward, backward):
+            _restore_sharing(module, self.shared)
+        template = read_region(
+            forward,
+            backward,
+            output_count=self.options["num_fwd_outputs"],
+            mutated_count=self.mutated_count,
+            source_name=self.source_name,
+        )
+        return Split(forward, backward, template)
+
+    def _complete(self, forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        """Give random ops that the partitioner has wrapped, and left without results, all of them:
+        what a graph does not take too, so that no choice changes what an op makes."""
+        left = {node.name for module in (forward, backward) for node in module.graph.nodes}
+        drawn = [n for n in self.module.graph.nodes if is_random(n) and n.name not in left]
+        for module in (forward, backward):
+            wrappers = _wrappers(module)
+            if len(wrappers) == len(drawn):
+                for wrapper, node in zip(wrappers, drawn, strict=True):
+                    if not _saves_state(wrapper):
+                        wrapper.meta.setdefault("val", node.meta["val"])
+
+
+def _wrappers(module: fx.GraphModule) -> list[fx.Node]:
+    """Wrapped random ops, in the order of the joint graph: in a backward, of the states that they
+    are given."""
+    order = {node: number for number, node in enumerate(module.graph.nodes)}
+    found = [
+        node
+        for node in module.graph.nodes
+        if node.op == "call_function" and any(isinstance(arg, OpOverload) for arg in node.args)
+    ]
+    return sorted(found, key=lambda node: order[_state(node) or node])
+
+
+def _state(node: fx.Node) -> fx.Node | None:
+    """The state of a generator that a wrapped random op is given, if it is."""
+    given = node.kwargs.get("rng_state") or (None if _saves_state(node) else node.args[0])
+    return given if isinstance(given, fx.Node) else None
+
+
+def _saves_state(node: fx.Node) -> bool:
+    """Whether ``node`` returns the generator's state beside a result, which are both taken."""
+    return str(getattr(node.target, "__name__", "")) == "run_and_save_rng_state"
+
+
+def split_and_read(partition: Partition, joint: Joint, choose: Choose | None = None) -> Split:
+    """Partition a joint graph, and again if other ops are chosen to run again; read the pair."""
+    found = joint.split(partition)
+    ops = None if choose is None else choose(found.template)
+    if ops is None or frozenset(ops) == chosen_ops(found.template):
+        return found
+    return joint.split_again(found.template, ops)
 
 
 _Sharing = list[tuple[int, int]]

@@ -5,6 +5,10 @@ Dynamo captures, AOTAutograd traces forward and backward and a partitioner split
 pair is read at once.  What the compiled graph then returns are fake outputs, so that nothing is
 computed and the code between graphs goes on.  Each *run* of a compiled graph is one region.
 
+A *traced step* keeps its joint graphs, to be partitioned again for other choices of what the
+backward computes again (``offplan.recompute``), and with Inductor to be lowered again: neither
+Dynamo nor AOTAutograd runs for that.
+
 With a CUDA device that is not there, autograd is walked from Python (``trace.autograd``), attention
 kernels are chosen by a table (``trace.attention``) and ``torch.cuda`` answers for the GPU named
 (``trace.pretend``).  With a GPU present none of that is active, unless another GPU is named.
@@ -14,18 +18,20 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 from torch import fx
 
-from offplan.errors import DeviceError, TraceError
+from offplan.errors import DeviceError, PlanError, TraceError
 from offplan.gpus import DEFAULT_GPU, Gpu, find_gpu
 from offplan.graph import Compiler, GraphFacts, Partitioner, TargetRef, ValueId
+from offplan.recompute import Choice
 from offplan.target import Target, load_target
 from offplan.trace import failures
 from offplan.trace._torch import (
@@ -37,12 +43,15 @@ from offplan.trace._torch import (
     inductor,
     reset_dynamo,
     saved_storages,
+    tracing,
     tree_leaves,
 )
 from offplan.trace.attention import choose_attention
 from offplan.trace.autograd import python_backward
 from offplan.trace.backend import (
+    Joint,
     Recorder,
+    Run,
     compile_settings,
     local_paths,
     model_tensors,
@@ -53,9 +62,10 @@ from offplan.trace.backend import (
 )
 from offplan.trace.build import Placer, building, shadow
 from offplan.trace.compilers import PARTITIONERS, Lower, compile_pair
-from offplan.trace.facts import LocalGraph, RegionTemplate
-from offplan.trace.lowering import with_lowering
+from offplan.trace.facts import FactsBuilder, LocalGraph, RegionTemplate
+from offplan.trace.lowering import lowered_template, with_lowering
 from offplan.trace.pretend import on_host, pretend_gpu
+from offplan.trace.recompute import chosen_ops, twins_differ
 from offplan.trace.sources import SourceNames
 
 
@@ -97,47 +107,132 @@ class Clock:
 
 
 def trace(
-    spec: str, params: Mapping[str, str], options: TraceOptions, clock: Clock | None = None
+    spec: str,
+    params: Mapping[str, str],
+    options: TraceOptions,
+    clock: Clock | None = None,
+    choices: Iterable[Choice] = (),
 ) -> GraphFacts:
     """Build ``spec`` and trace one step of it.  Nothing real is allocated on any device.
 
+    ``choices`` say what the backward computes again, by region; without one, torch's partitioner
+    does.
+
     Raises ``TargetError`` if the target cannot be built, ``DeviceError`` if this torch cannot trace
     for the device, ``TraceError`` if the model cannot be traced; each names the user's line.
+    ``PlanError`` if ``choices`` are not for these graphs.
     """
+    return traced(spec, params, options, clock).under(choices)
+
+
+def trace_target(
+    target: Target,
+    options: TraceOptions,
+    clock: Clock | None = None,
+    choices: Iterable[Choice] = (),
+) -> GraphFacts:
+    """Trace one step of a target that is built already, and leave it as it is.
+
+    Raises what ``trace`` raises; ``TargetError`` if its model cannot be copied without its tensors.
+    """
+    return traced_target(target, options, clock).under(choices)
+
+
+def traced(
+    spec: str, params: Mapping[str, str], options: TraceOptions, clock: Clock | None = None
+) -> TracedStep:
+    """What ``trace`` traces, to be partitioned again.  Raises what ``trace`` raises."""
     names = SourceNames()
 
     def build() -> tuple[Target, TargetRef]:
         loaded = load_target(spec, params)
         return loaded.target, TargetRef(spec, dict(params), names.of_text(loaded.source))
 
-    return _trace(build, options, clock or Clock())
+    return _traced(build, options, clock or Clock())
 
 
-def trace_target(target: Target, options: TraceOptions, clock: Clock | None = None) -> GraphFacts:
-    """Trace one step of a target that is built already, and leave it as it is.
-
-    Raises what ``trace`` raises; ``TargetError`` if its model cannot be copied without its tensors.
-    """
+def traced_target(target: Target, options: TraceOptions, clock: Clock | None = None) -> TracedStep:
+    """What ``trace_target`` traces, to be partitioned again.  Raises what that raises."""
 
     def build() -> tuple[Target, TargetRef]:
         model = shadow(target.model)
         return Target(model, target.args, target.kwargs, target.loss), TargetRef("", {})
 
-    return _trace(build, options, clock or Clock())
+    return _traced(build, options, clock or Clock())
 
 
-def _trace(
+class TracedStep:
+    """A traced step, with its joint graphs.  ``facts`` are as torch partitions them by itself."""
+
+    def __init__(self, facts: GraphFacts, capture: _Capture) -> None:
+        self.facts = facts
+        self._capture = capture
+
+    def under(self, choices: Iterable[Choice]) -> GraphFacts:
+        """The facts where the backward computes again what ``choices`` say, by region.
+
+        A region that none names stays as it is.  Raises ``PlanError`` if they are not for these
+        graphs, or not the same for regions that are runs of one graph.
+        """
+        wanted = self._wanted(choices)
+        changed = {number for number, ops in wanted.items() if ops != self._chosen(number)}
+        if not changed:
+            return self.facts
+        capture, builder = self._capture, FactsBuilder()
+        with _settings(capture.machine), failures.explained(capture.recorder.sources), quiet_logs():
+            templates = {
+                capture.runs[number][0]: capture.runs[number][0].under(wanted[number])
+                for number in sorted(changed)
+            }
+        for region, run in capture.runs:
+            assert region.template is not None
+            run.add(builder, templates.get(region, region.template))
+        return msgspec.structs.replace(
+            self.facts,
+            storages=tuple(builder.storages),
+            values=tuple(builder.values),
+            regions=tuple(builder.regions),
+        )
+
+    def _wanted(self, choices: Iterable[Choice]) -> dict[int, frozenset[int]]:
+        """The ops to run again in each region; runs of one graph want the same."""
+        count = len(self._capture.runs)
+        wanted = {number: self._chosen(number) for number in range(count)}
+        for choice in choices:
+            if not 0 <= choice.region < count:
+                raise PlanError(f"a choice names region {choice.region}, of {count}")
+            self._check(choice)
+            wanted[choice.region] = frozenset(choice.ops)
+        first: dict[_CompiledRegion, int] = {}
+        for number, (region, _) in enumerate(self._capture.runs):
+            before = first.setdefault(region, number)
+            if wanted[before] != wanted[number]:
+                raise twins_differ(before, number)
+        return wanted
+
+    def _check(self, choice: Choice) -> None:
+        template = self._capture.runs[choice.region][0].template
+        assert template is not None
+        if template.backward is None and choice.ops:
+            raise PlanError(f"a choice is for region {choice.region}, which has no backward")
+        count = len(template.forward.ops)
+        for place in choice.ops:
+            if not 0 <= place < count:
+                raise PlanError(
+                    f"a choice names op {place} of region {choice.region}, which has {count}"
+                )
+
+    def _chosen(self, number: int) -> frozenset[int]:
+        template = self._capture.runs[number][0].template
+        assert template is not None
+        return chosen_ops(template)
+
+
+def _traced(
     build: Callable[[], tuple[Target, TargetRef]], options: TraceOptions, clock: Clock
-) -> GraphFacts:
+) -> TracedStep:
     machine = _Machine.of(options)
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        # What torch warns about while tracing concerns compiled execution, which does not happen.
-        warnings.simplefilter("ignore")
-        reset_dynamo()
-        stack.callback(reset_dynamo)
-        stack.enter_context(compile_settings())
-        stack.enter_context(machine.active())
+    with _settings(machine):
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         with clock.phase("build"), building(fake_mode):
             built, ref = build()
@@ -155,7 +250,7 @@ def _trace(
     # Partitioning happens inside the capture; the two are reported apart.
     for inner in ("partition", "lower"):
         clock.seconds["capture"] -= clock.seconds.get(inner, 0.0)
-    return GraphFacts(
+    facts = GraphFacts(
         target=ref,
         torch=torch.__version__.split("+")[0],
         device=options.device,
@@ -170,6 +265,21 @@ def _trace(
         breaks=tuple(capture.recorder.breaks),
         warnings=tuple(capture.warnings),
     )
+    return TracedStep(facts, capture)
+
+
+@contextmanager
+def _settings(machine: _Machine) -> Iterator[None]:
+    """What holds while a step is traced, or partitioned again."""
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        # What torch warns about while tracing concerns compiled execution, which does not happen.
+        warnings.simplefilter("ignore")
+        reset_dynamo()
+        stack.callback(reset_dynamo)
+        stack.enter_context(compile_settings())
+        stack.enter_context(machine.active())
+        yield
 
 
 @dataclass(frozen=True)
@@ -255,6 +365,7 @@ class _Capture:
         self.clock = clock
         self.recorder = Recorder(target)
         self.warnings: list[str] = []
+        self.runs: list[tuple[_CompiledRegion, Run]] = []
         # What passes between graphs stays as alive as it is in a real step.
         self.kept: list[Any] = []
 
@@ -318,6 +429,7 @@ class _CompiledRegion:
     def __init__(self, capture: _Capture, paths: list[str]) -> None:
         self.capture = capture
         self.paths = paths
+        self.joint: Joint | None = None
         self.template: RegionTemplate | None = None
         self.callable: Callable[..., Any] | None = None
         self.prefix = ""
@@ -330,15 +442,22 @@ class _CompiledRegion:
     def partition(
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward, self.template = split_and_read(
-            self._timed_partition,
-            self.capture.recorder.sources,
-            joint,
-            joint_inputs,
-            num_fwd_outputs=num_fwd_outputs,
-            **options,
-        )
-        return forward, backward
+        options = {"num_fwd_outputs": num_fwd_outputs, **options}
+        self.joint = Joint(joint, joint_inputs, options, self.capture.recorder.sources)
+        found = split_and_read(self._timed_partition, self.joint)
+        self.template = found.template
+        return found.forward, found.backward
+
+    def under(self, ops: Collection[int]) -> RegionTemplate:
+        """The template where the backward computes ``ops`` of the forward again."""
+        assert self.joint is not None
+        assert self.template is not None
+        with tracing(self.joint.context), self.capture.clock.phase("partition"):
+            found = self.joint.split_again(self.template, ops)
+        if self.capture.compiler != "inductor":
+            return found.template
+        with tracing(self.joint.context), self.capture.clock.phase("lower"):
+            return lowered_template(found.template, found.forward, found.backward)
 
     def _timed_partition(self, *args: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         with self.capture.clock.phase("partition"):
@@ -412,7 +531,8 @@ class _CompiledRegion:
         assert self.template is not None
         recorder = self.capture.recorder
         self.capture.kept.extend((given, results))
-        recorder.record(self.template, recorder.keys(given), results, self.prefix)
+        run = recorder.record(self.template, recorder.keys(given), results, self.prefix)
+        self.capture.runs.append((self, run))
 
 
 def _saved_outside(output: Any) -> tuple[int, int]:

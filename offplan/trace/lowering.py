@@ -353,9 +353,13 @@ class _Reader:
         }
 
     def _removed(self, node: Any, over: Mapping[str, str]) -> set[str]:
-        """The buffers that the kernel of ``node`` keeps in registers: not those whose memory
-        another has in the end."""
+        """The buffers that the kernel of ``node`` keeps in registers: of those that are written one
+        over the other either all or none, as the first may be there before, or the last be used
+        after."""
         removed = {buffer.get_name() for buffer in node.get_outputs()} & self.inside
+        for written, read in over.items():
+            if read not in removed:
+                removed.discard(written)
         for written, read in reversed(over.items()):
             if written not in removed:
                 removed.discard(read)

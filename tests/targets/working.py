@@ -165,6 +165,20 @@ def checkpointed_dropout():
     return Wrapped(rest, second=nn.Linear(64, 64)), _x()
 
 
+def checkpointed_noise():
+    """The first and last of three random ops need not run again if their masks are kept."""
+
+    def noisy(h):
+        return h * (torch.rand_like(h) > 0.3)
+
+    def rest(h, m):
+        h = checkpoint(lambda t: noisy(m.second(t)), h, use_reentrant=False)
+        h = checkpoint(lambda t: F.dropout(m.third(t).relu(), 0.1).tanh(), h, use_reentrant=False)
+        return F.dropout(checkpoint(lambda t: noisy(t.sin()), h, use_reentrant=False), 0.1)
+
+    return Wrapped(rest, second=nn.Linear(64, 64), third=nn.Linear(64, 64)), _x()
+
+
 @dataclass
 class Output:
     hidden: torch.Tensor
