@@ -37,6 +37,7 @@ from offplan.schedule import Rates
 from offplan.transfers import Move, Transfer
 from offplan.units import format_size, parse_size
 
+Action = Literal["keep", "recompute", "offload"]
 BudgetKind = Literal["bytes", "share", "auto", "floor", "everything"]
 
 # The CUDA context with its libraries takes 0.5 to 0.8 GB on recent GPUs.
@@ -109,6 +110,7 @@ class Aim:
 
     ``op_ms``: measured times by ``costs.op_key``.  ``host_bytes`` limits host memory.
     ``device_bytes`` is what ``auto`` may use of the device, by default all that the profile says.
+    ``actions`` are what may be done with a saved storage; keeping it always may.
     """
 
     budget: Budget | None = None
@@ -117,6 +119,7 @@ class Aim:
     profile: DeviceProfile | None = None
     op_ms: Mapping[str, float] = field(default_factory=dict)
     device_bytes: int | None = None
+    actions: tuple[Action, ...] = ("keep", "offload")
 
 
 class PredictedTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -170,12 +173,17 @@ class Predicted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 @dataclass(frozen=True)
 class Outlook:
-    """Transfers, the budget in bytes (None: none was asked, 0: everything), what is predicted."""
+    """Transfers, the budget in bytes (None: none was asked, 0: everything), what is predicted.
+
+    ``step_ms`` is what copies were placed by: by nominal rates where the device is not known, and
+    no time is predicted.
+    """
 
     transfers: tuple[Transfer, ...]
     budget_bytes: int | None
     predicted: Predicted
     warnings: tuple[str, ...] = ()
+    step_ms: float = 0.0
 
 
 class CurvePoint(msgspec.Struct, frozen=True):
@@ -188,6 +196,33 @@ class CurvePoint(msgspec.Struct, frozen=True):
     transfer_count: int
     step_ms: float | None
     least_ms: float | None
+
+
+class JointPoint(msgspec.Struct, frozen=True):
+    """A budget, and the best plans for it: with all actions, offload only, recompute only; None
+    where there is none.
+
+    Break-evens: the bytes that a copy carries in a millisecond that compute waits for it, and the
+    fewest that a millisecond of what is computed again frees; None where the action is not taken.
+    """
+
+    limit_bytes: int
+    joint: CurvePoint | None
+    offload: CurvePoint | None
+    recompute: CurvePoint | None
+    offload_bytes_per_ms: float | None
+    recompute_bytes_per_ms: float | None
+
+
+class Elsewhere(msgspec.Struct, frozen=True):
+    """A plan for the same peak on another machine: its step, and that without a plan there; bytes
+    that move each way, and that are computed again."""
+
+    name: str
+    step_ms: float
+    no_plan_ms: float
+    moved_bytes: int
+    recomputed_bytes: int
 
 
 class Outlooks:
@@ -253,12 +288,26 @@ class Outlooks:
         if budget is None:
             return None
         if budget.kind == "floor":
-            return ceil(self.floor()[1].peak_bytes * (1 + self._band))
+            return self.with_band(self.floor()[1].peak_bytes)
         if budget.kind == "share":
             return int(budget.value * self.no_plan.peak_bytes)
         if budget.kind == "auto":
             return self._device_bytes() - MARGIN_BYTES
         return int(budget.value)
+
+    def asked_bytes(self, limit: int) -> int:
+        """What ops may ask for together, for a predicted peak within ``limit`` (definition 3)."""
+        # What blocks add without a plan is the best guess of what they add with one.
+        rounding_bytes = max(0, self.no_plan.peak_bytes - self.planner.peak_bytes)
+        return min(self.without_band(limit), self.planner.peak_bytes) - rounding_bytes
+
+    def without_band(self, limit: int) -> int:
+        """The highest predicted peak that keeps within ``limit`` (definition 5)."""
+        return int(limit / (1 + self._band))
+
+    def with_band(self, peak_bytes: int) -> int:
+        """The least budget that a plan of this predicted peak keeps within (definition 5)."""
+        return ceil(peak_bytes * (1 + self._band))
 
     @property
     def _band(self) -> float:
@@ -289,8 +338,8 @@ class Outlooks:
 
     def _within(self, limit: int, budget: Budget) -> tuple[Planned, Prediction]:
         """The plan that is predicted to stay within ``limit`` (definitions 2, 3 and 5)."""
-        asked, band = limit, self._band
-        limit = int(limit / (1 + band))
+        asked = limit
+        limit = self.without_band(limit)
 
         def excess_bytes(found: Prediction) -> int:
             held = found.reserved_bytes if budget.kind == "auto" else found.peak_bytes
@@ -298,9 +347,7 @@ class Outlooks:
 
         if excess_bytes(self.no_plan) <= 0:
             return self.planner.plan(self.planner.peak_bytes), self.no_plan
-        # What blocks add without a plan is the best guess of what they add with one.
-        rounding_bytes = max(0, self.no_plan.peak_bytes - self.planner.peak_bytes)
-        inner = min(limit, self.planner.peak_bytes) - rounding_bytes
+        inner = self.asked_bytes(asked)
         for _ in range(_ATTEMPTS):
             if inner <= self.planner.floor_bytes:
                 break
@@ -311,13 +358,12 @@ class Outlooks:
             inner -= excess_bytes(prediction)
         planned, prediction = self.floor()
         if excess_bytes(prediction) > 0:
-            raise self._infeasible(asked, budget, prediction, band)
+            raise self.refusal(asked, budget, prediction)
         return planned, prediction
 
-    def _infeasible(
-        self, limit: int, budget: Budget, floor: Prediction, band: float
-    ) -> BudgetError:
-        least_bytes = ceil(floor.peak_bytes * (1 + band))
+    def refusal(self, limit: int, budget: Budget, floor: Prediction) -> BudgetError:
+        """That no plan keeps within ``limit``, as ``budget`` asks, ``floor`` being the lowest."""
+        least_bytes, band = self.with_band(floor.peak_bytes), self._band
         room = f" with {100 * band:g}% to spare" if band else ""
         parts = sorted(((size, part) for part, size in floor.parts.items() if size), reverse=True)
         made_of = ", ".join(
@@ -365,7 +411,13 @@ class Outlooks:
             margin_bytes=margin_bytes,
             band_percent=round(100 * BAND) if is_fused(self.facts) else None,
         )
-        return Outlook(planned.transfers, budget_bytes, predicted, tuple(self.warnings))
+        return Outlook(
+            planned.transfers,
+            budget_bytes,
+            predicted,
+            tuple(self.warnings),
+            planned.time.step_ms,
+        )
 
     def _time(self, planned: Planned) -> PredictedTime | None:
         if self.profile is None:

@@ -1,0 +1,480 @@
+"""Plans from all three actions: what is kept, computed again and moved, for a peak at least time.
+
+1.  An integer program (``offplan.program``) says what to do with each activation, and proves how
+    fast any plan could be.  It leaves out where recomputed values lie and how copies are placed, so
+    what it says is tried: the choice is applied to the graphs, their memory read off the new
+    timeline, and copies planned for it as for any graphs (``offplan.budget``).
+2.  If the new timeline is higher than the program had it, the limit is lowered by the excess, and
+    the program solved again, down to the lowest limit that it can meet.  If the plan is not close
+    to the bound, programs that count with a slower link, or with none, are tried too.
+3.  Where it takes long to ask what a compiler makes of a choice, choices are tried with a guess
+    (``offplan.relower``), and the one that is taken is confirmed: if it exceeds the budget then,
+    the limit is lowered by that, and the search repeated.
+4.  Of all that was tried, plans that only move among them, the fastest within the budget is taken:
+    never one whose predicted peak exceeds the budget, nor the peak without a plan.
+5.  Where no budget can be met, the floor is the lowest peak of all that was tried, the program's
+    least peak among them.
+6.  With actions that do not include moving, nothing moves; with ones that do not include computing
+    again, the traced graphs stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import msgspec
+
+from offplan.activations import Activation, activations
+from offplan.budget import (
+    FLOOR,
+    NOMINAL,
+    Aim,
+    Budget,
+    CurvePoint,
+    JointPoint,
+    Outlook,
+    Outlooks,
+    of_bytes,
+)
+from offplan.costs import device_times_ms, profile_for
+from offplan.errors import BudgetError
+from offplan.graph import GraphFacts
+from offplan.program import Program, Solution, Step
+from offplan.recompute import Choice, apply, copies
+from offplan.roofline import is_view
+from offplan.transfers import Move
+from offplan.windows import twins
+
+# Activations smaller than this stay as they are.
+MIN_BYTES = 1024**2
+# The program may stop this close to its bound, of the step's time; and after this many seconds.
+_GAP = 0.002
+_SECONDS = 6.0
+_ATTEMPTS = 5
+# Parts of the link's speed that programs count with, as copies are placed worse than they say; and
+# how close to the bound is good enough not to solve another.
+_SPEEDS = (1.0, 0.5, 0.0)
+_CLOSE = 0.01
+# How far from the bound plans of the floor are taken into account.
+_FAR = 0.1
+
+Moves = Callable[[GraphFacts], Sequence[Move]]
+"""What may leave the device of a step."""
+
+
+Relower = Callable[[GraphFacts, Sequence[Choice]], GraphFacts]
+"""The facts of a step under choices."""
+Confirm = Callable[[Sequence[Choice]], GraphFacts]
+"""The facts that a trace of the step has under choices."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A choice that was applied: the graphs under it, and a plan for them."""
+
+    choices: tuple[Choice, ...]
+    facts: GraphFacts
+    planned: Outlook | None
+    solution: Solution | None
+
+    @property
+    def outlook(self) -> Outlook:
+        assert self.planned is not None
+        return self.planned
+
+    @property
+    def step_ms(self) -> float:
+        return self.outlook.step_ms
+
+    @property
+    def moved_bytes(self) -> int:
+        return sum(transfer.transfer_bytes for transfer in self.outlook.transfers)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.outlook.predicted.plan.peak_bytes
+
+
+class Joint:
+    """Plans of all three actions for one step, and any number of budgets.
+
+    ``relower`` gives the facts of any choice that is tried; ``confirm`` those that a trace has of
+    the one that is taken, where that takes long.
+    """
+
+    def __init__(
+        self,
+        facts: GraphFacts,
+        moves: Moves,
+        aim: Aim,
+        relower: Relower = apply,
+        confirm: Confirm | None = None,
+    ) -> None:
+        self.facts, self.moves, self.aim = facts, moves, aim
+        self.relower, self.confirm = relower, confirm
+        self.may_move = "offload" in aim.actions
+        self.base = Outlooks(facts, moves(facts) if self.may_move else (), aim)
+        self._programs: dict[float, Program] = {}
+        self._solutions: dict[tuple[int, float], Solution | None] = {}
+        self._known: dict[tuple[tuple[Choice, ...], bool], tuple[GraphFacts, Outlooks]] = {}
+
+    @cached_property
+    def found(self) -> tuple[Activation, ...]:
+        planner = self.base.planner
+        movable = {(c.move.region, c.move.storage): c for c in planner.candidates}
+        planned = self.base.planned_facts
+        device_ms = device_times_ms(
+            planned, self.base.profile or profile_for(NOMINAL), self.aim.op_ms
+        )
+        return activations(self.facts, planned, device_ms, movable, MIN_BYTES)
+
+    @cached_property
+    def program(self) -> Program:
+        return self._program(1.0)
+
+    def _program(self, speed: float) -> Program:
+        """The program with a link of this part of the speed; without any, nothing moves."""
+        if speed not in self._programs:
+            planner = self.base.planner
+            rates = planner.costs.rates
+            step = Step(
+                during=planner.during,
+                op_ms=planner.costs.op_ms,
+                forward_count=planner.forward_count,
+                twins=twins(self.facts),
+                rates=rates._replace(
+                    d2h_bytes_per_s=speed * rates.d2h_bytes_per_s,
+                    h2d_bytes_per_s=speed * rates.h2d_bytes_per_s,
+                ),
+            )
+            self._programs[speed] = Program(
+                step,
+                self.found,
+                may_move=self.may_move and speed > 0,
+                may_recompute="recompute" in self.aim.actions,
+            )
+        return self._programs[speed]
+
+    # --- one budget -------------------------------------------------------------------------------
+
+    def best(self, budget: Budget) -> Tried:
+        """The plan for ``budget``.  Raises ``BudgetError`` if there is none."""
+        limit = self.base.budget_bytes(budget)
+        assert limit is not None
+        inner = limit
+        for _ in range(_ATTEMPTS):
+            found = self._fastest(inner, budget)
+            if found is None:
+                break
+            confirmed = self._confirmed(found, limit, budget)
+            if isinstance(confirmed, Tried):
+                return self._beside_traced(confirmed, limit)
+            inner -= confirmed
+        traced = self._as_traced(limit, budget)
+        if traced is None:
+            raise self.base.refusal(limit, budget, self.floor.outlook.predicted.plan)
+        return self._beside_traced(traced, limit)
+
+    def _fastest(self, limit: int, budget: Budget) -> Tried | None:
+        """The fastest of what is tried for ``limit``."""
+        tried = [found for found in [self._as_traced(limit, budget)] if found is not None]
+        if "recompute" in self.aim.actions:
+            tried += self._applied(limit, budget)
+        # Of plans that are as fast to a microsecond, the one that moves least.
+        return min(
+            tried, key=lambda found: (round(found.step_ms, 3), found.moved_bytes), default=None
+        )
+
+    def _confirmed(self, found: Tried, limit: int, budget: Budget) -> Tried | int:
+        """``found`` with the facts that a trace has; or by how much it exceeds the limit then."""
+        if not found.choices or self.confirm is None:
+            return found
+        facts = self.confirm(found.choices)
+        moves = self.moves(facts) if self.may_move else ()
+        return self._planned(found, facts, Outlooks(facts, moves, self.aim), limit, budget)
+
+    def _applied(self, limit: int, budget: Budget) -> list[Tried]:
+        """What programs say, tried, until one is close to the bound (definition 2)."""
+        speeds = _SPEEDS if self.may_move else (0.0,)
+        tried: list[Tried] = []
+        for speed in speeds:
+            found = self._within(limit, budget, speed)
+            if found is not None:
+                tried.append(found)
+                if found.step_ms <= (1 + _CLOSE) * self._least_ms(limit, speeds[0]):
+                    break
+        least_ms = self._least_ms(limit, speeds[0])
+        if not any(found.step_ms <= (1 + _FAR) * least_ms for found in tried):
+            for lowest, outlooks in self._floors:
+                again = self._planned(lowest, lowest.facts, outlooks, limit, budget)
+                tried += [again] if isinstance(again, Tried) else []
+        return tried
+
+    def _least_ms(self, limit: int, speed: float) -> float:
+        """The bound on the step time of any plan for ``limit``; 0 if it is not known."""
+        solution = self._solved(self.base.asked_bytes(limit), speed)
+        return 0.0 if solution is None else solution.least_ms
+
+    def _solved(self, inner: int, speed: float) -> Solution | None:
+        if (inner, speed) not in self._solutions:
+            gap_ms = _GAP * self.base.planner.starts[-1]
+            # A kilobyte more, so that rounding does not refuse the least peak.
+            self._solutions[inner, speed] = self._program(speed).solve(
+                inner + 1000, gap_ms=gap_ms, seconds=_SECONDS
+            )
+        return self._solutions[inner, speed]
+
+    def _beside_traced(self, found: Tried, limit: int) -> Tried:
+        """``found``, with the traced step as what is without a plan, and the bound of all plans."""
+        predicted, time = found.outlook.predicted, found.outlook.predicted.time
+        if time is not None:
+            least_ms = self._least_ms(limit, _SPEEDS[0] if self.may_move else 0.0)
+            time = msgspec.structs.replace(
+                time,
+                no_plan_us=round(1000 * self.base.planner.starts[-1]),
+                least_us=min(round(1000 * least_ms) or time.least_us, time.step_us),
+            )
+        predicted = msgspec.structs.replace(predicted, no_plan=self.base.no_plan, time=time)
+        return replace(found, planned=replace(found.outlook, predicted=predicted))
+
+    def _as_traced(self, limit: int, budget: Budget) -> Tried | None:
+        traced = Tried((), self.facts, None, None)
+        found = self._planned(traced, self.facts, self.base, limit, budget)
+        return found if isinstance(found, Tried) else None
+
+    def _within(self, limit: int, budget: Budget, speed: float) -> Tried | None:
+        """What the program says for ``limit``, tried (definitions 1 and 2)."""
+        inner, failed = self.base.asked_bytes(limit), None
+        most = self.base.without_band(limit)
+        for _ in range(_ATTEMPTS):
+            solution = self._solved(inner, speed)
+            if solution is not None:
+                # Where the program moves nothing, the plan does not have to make up for it.
+                found = self._try(solution, limit, budget, may_move=speed > 0)
+                if isinstance(found, Tried):
+                    return found
+                inner, failed = inner - found, inner
+            elif inner < most and failed is None:
+                # Blocks may add less than is expected.
+                inner = most
+            elif failed is None:
+                break
+            else:
+                # Too low: half the way back.
+                inner = (inner + failed) // 2
+        return None
+
+    def _try(
+        self, solution: Solution, limit: int, budget: Budget, *, may_move: bool = True
+    ) -> Tried | int:
+        """The plan for the choice of ``solution``; or by how much it exceeds the limit."""
+        choices = self.choices(solution)
+        facts, outlooks = self._outlooks(choices, may_move=may_move)
+        return self._planned(Tried(choices, facts, None, solution), facts, outlooks, limit, budget)
+
+    def _planned(
+        self, tried: Tried, facts: GraphFacts, outlooks: Outlooks, limit: int, budget: Budget
+    ) -> Tried | int:
+        # A share is one of the peak of the traced step.
+        same = budget if budget.kind == "auto" else of_bytes(limit, budget.text)
+        try:
+            return replace(tried, facts=facts, planned=outlooks.outlook_for(same))
+        except BudgetError as error:
+            return max(1, (error.floor_bytes or limit) - limit)
+
+    def _outlooks(
+        self, choices: tuple[Choice, ...], *, may_move: bool = True
+    ) -> tuple[GraphFacts, Outlooks]:
+        key = choices, may_move and self.may_move
+        if key not in self._known:
+            facts = self.relower(self.facts, choices)
+            moves = self.moves(facts) if key[1] else ()
+            self._known[key] = facts, Outlooks(facts, moves, self.aim)
+        return self._known[key]
+
+    def choices(self, solution: Solution) -> tuple[Choice, ...]:
+        """The choice of each region that ``solution`` makes; none for regions that stay."""
+        made = []
+        for number, region in enumerate(self.facts.regions):
+            if region.backward is None:
+                continue
+            before = set(copies(region).values())
+            ops = set(before)
+            for place, item in enumerate(self.found):
+                if item.region != number:
+                    continue
+                way = solution.ways.get(place)
+                if way == "again":
+                    ops |= set(item.recipe)
+                elif item.again_at is not None and way is not None:
+                    ops -= {item.recipe[-1], *self._makers(item)}
+            if ops != before:
+                made.append(Choice(number, tuple(sorted(ops | self._views(number)))))
+        return tuple(made)
+
+    def _makers(self, item: Activation) -> set[int]:
+        """The ops of its recipe that write to the activation."""
+        ops = self.facts.regions[item.region].forward.ops
+        return {
+            place
+            for place in item.recipe
+            if any(self.facts.values[v].storage == item.storage for v in ops[place].outputs)
+        }
+
+    def _views(self, number: int) -> set[int]:
+        """Views that the region does not save: they cost nothing to take again."""
+        region = self.facts.regions[number]
+        saved = {item.value for item in region.saved}
+        return {
+            place
+            for place, op in enumerate(region.forward.ops)
+            if saved.isdisjoint(op.outputs) and is_view(self.facts, op) and op.declares_alias
+        }
+
+    # --- the floor --------------------------------------------------------------------------------
+
+    @cached_property
+    def floor(self) -> Tried:
+        """The lowest peak of all that is tried (definition 5)."""
+        tried = [found for found, _ in self._floors]
+        return min(tried, key=lambda found: (found.peak_bytes, found.step_ms))
+
+    @cached_property
+    def _floors(self) -> tuple[tuple[Tried, Outlooks], ...]:
+        """Plans with low peaks: with all actions, and with each alone."""
+        tried: list[tuple[Tried, Outlooks]] = []
+        for speed in {1.0 if self.may_move else 0.0: None, 0.0: None}:
+            solution = self._program(speed).least_peak(seconds=_SECONDS)
+            if solution is not None:
+                ways = {speed > 0: None, self.may_move: None}
+                tried += [self._lowest(solution, may_move=way) for way in ways]
+        return (*tried, (Tried((), self.facts, _at_floor(self.base), None), self.base))
+
+    def _lowest(self, solution: Solution, *, may_move: bool) -> tuple[Tried, Outlooks]:
+        """The plan with the lowest peak for the choice of ``solution``."""
+        choices = self.choices(solution)
+        facts, outlooks = self._outlooks(choices, may_move=may_move)
+        if self.confirm is not None and choices:
+            facts = self.confirm(choices)
+            moves = self.moves(facts) if may_move else ()
+            outlooks = Outlooks(facts, moves, self.aim)
+        return Tried(choices, facts, _at_floor(outlooks), solution), outlooks
+
+    def at_floor(self) -> Tried:
+        """The fastest plan that is tried with a peak no higher than the floor."""
+        limit = self.base.with_band(self.floor.peak_bytes)
+        found = self._tried(limit)
+        if found is None or found.step_ms > self.floor.step_ms:
+            found = self._beside_traced(self.floor, limit)
+        return found
+
+    # --- all budgets ------------------------------------------------------------------------------
+
+    def curve(self, count: int) -> tuple[JointPoint, ...]:
+        """``count`` budgets from the peak without a plan down to the floor, both included, with
+        what each action could do alone.
+
+        A point never takes longer than one with a lower peak: that one's plan would do.
+        """
+        top, floor = self.base.no_plan.peak_bytes, self.base.with_band(self.floor.peak_bytes)
+        limits = (
+            [top]
+            if floor >= top
+            else [top + (floor - top) * place // (count - 1) for place in range(count)]
+        )
+        alone = {
+            action: Joint(
+                self.facts, self.moves, replace(self.aim, actions=("keep", action)), self.relower
+            )
+            for action in self.aim.actions
+            if action != "keep"
+        }
+        arms: dict[str, list[Tried | None]] = {}
+        for name, joint in (("all", self), *alone.items()):
+            found = [joint._nothing, *(joint._tried(limit) for limit in limits[1:])]
+            for place in reversed(range(len(found) - 1)):
+                one, lower = found[place], found[place + 1]
+                if lower is not None and (one is None or lower.step_ms < one.step_ms):
+                    found[place] = lower
+            arms[name] = found
+        nothing: list[Tried | None] = [None] * len(limits)
+        return tuple(
+            self._joint_point(limit, place, len(limits), all_of, *alone_at)
+            for place, (limit, all_of, *alone_at) in enumerate(
+                zip(
+                    limits,
+                    arms["all"],
+                    arms.get("offload", nothing),
+                    arms.get("recompute", nothing),
+                    strict=True,
+                )
+            )
+        )
+
+    @cached_property
+    def _nothing(self) -> Tried:
+        """The traced step, as it is."""
+        return Tried((), self.facts, self.base.outlook_for(None), None)
+
+    def _tried(self, limit: int) -> Tried | None:
+        try:
+            return self.best(of_bytes(limit))
+        except BudgetError:
+            return None
+
+    def _joint_point(
+        self,
+        limit: int,
+        place: int,
+        count: int,
+        found: Tried | None,
+        offload: Tried | None,
+        recompute: Tried | None,
+    ) -> JointPoint:
+        name = "no plan" if place == 0 else "floor" if place == count - 1 else ""
+        is_moving = found is not None and bool(found.outlook.transfers)
+        return JointPoint(
+            limit_bytes=limit,
+            joint=_point(found, name, limit),
+            offload=_point(offload, name, limit),
+            recompute=_point(recompute, name, limit),
+            offload_bytes_per_ms=(
+                self.base.planner.costs.rates.d2h_bytes_per_s / 1000 if is_moving else None
+            ),
+            recompute_bytes_per_ms=None if found is None else self._least_freed(found),
+        )
+
+    def _least_freed(self, tried: Tried) -> float | None:
+        """The fewest bytes a millisecond that computing something again frees."""
+        freed = [item.size_bytes / item.cost_ms for item in self.recomputed(tried) if item.cost_ms]
+        return min(freed, default=None)
+
+    def recomputed(self, tried: Tried) -> list[Activation]:
+        """What the traced step saves and ``tried`` computes again."""
+        ways = tried.solution.ways if tried.solution is not None and tried.choices else {}
+        return [
+            self.found[place]
+            for place, way in ways.items()
+            if way == "again" and self.found[place].is_saved
+        ]
+
+
+def _point(found: Tried | None, name: str, limit: int) -> CurvePoint | None:
+    if found is None:
+        return None
+    time = found.outlook.predicted.time
+    return CurvePoint(
+        name=name,
+        limit_bytes=limit,
+        peak_bytes=found.peak_bytes,
+        moved_bytes=found.moved_bytes,
+        transfer_count=len(found.outlook.transfers),
+        step_ms=None if time is None else time.step_ms,
+        least_ms=None if time is None else time.least_ms,
+    )
+
+
+def _at_floor(outlooks: Outlooks) -> Outlook:
+    return outlooks.outlook_for(FLOOR)
