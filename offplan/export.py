@@ -269,14 +269,14 @@ def _transfers(plan: Plan) -> Iterator[tuple[Entry, Transfer]]:
     """Each moved storage with its transfer."""
     by_storage = {(transfer.region, transfer.storage): transfer for transfer in plan.transfers}
     for entry in plan.storages:
-        if entry.action != "moved":
+        if entry.action != "offload":
             continue
         if entry.region >= len(plan.regions):
             raise PlanError(f"storage {entry.id} is of region {entry.region}, which is not there")
         transfer = None if entry.id is None else by_storage.get((entry.region, entry.id))
         if transfer is None:
             raise PlanError(
-                f"storage {entry.id} of region {entry.region} is moved, but has no transfer",
+                f"storage {entry.id} of region {entry.region} is offloaded, but has no transfer",
                 fix=f"make the plan again with: {analyze_command(plan)}",
             )
         yield entry, transfer

@@ -280,6 +280,8 @@ def _notes(
         ("attention", baseline.attention, plan.attention),
         ("minimum size", format_binary(baseline.min_bytes), format_binary(plan.min_bytes)),
     )
+    if baseline.choices != plan.choices:
+        yield "the baseline recomputes something else, so what is saved is not the same"
     for name, before, now in pairs:
         if before != now:
             yield f"the baseline has another {name}: {before or 'none'}; this plan: {now or 'none'}"

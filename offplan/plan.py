@@ -6,16 +6,23 @@
 2.  An entry is *movable* if every view of it is eligible under the plan's rule set, and under
     ``whole-storage``: the two older rule sets allow moves that free nothing, because a holder they
     do not look for keeps the storage.
-3.  It is *moved* if it has a transfer, *kept* if it is movable and has none, else *skipped*: under
-    the rule of its first view that is skipped by the plan's rule set, or else by ``whole-storage``.
+3.  Its *action* is ``offload`` if it has a transfer, ``keep`` if it is movable and has none, else
+    ``skipped``: under the rule of its first view that is skipped by the plan's rule set, or else by
+    ``whole-storage``.  The third action, ``recompute``, leaves no entry: what the backward computes
+    again is not saved.
 4.  ``saved_bytes`` are the sizes of the saved storages, each once, less those on the host;
-    ``movable_bytes`` of those that are movable; ``moved_bytes`` of those that are moved;
+    ``movable_bytes`` of those that are movable; ``moved_bytes`` of those that are offloaded;
     ``staying_bytes`` are saved less movable: no budget moves them.
 5.  Indexes in transfers are positions on the timeline, as ``planner`` defines them.
 6.  ``budget`` is the peak that was asked for in bytes, 0 if everything moves, and None if nothing
     does; ``asked`` is how it was asked for, where that is not the number (``80%``, ``auto``).
-7.  ``check_plan`` proves a plan against the facts by walking the timeline.  It shares no code with
-    the planner, nor with the rules.
+7.  A plan describes graphs as they run.  Where it has the backward compute again what is saved
+    without a plan, these are not the *base* graphs, which a trace gives: ``choices`` make them from
+    those (``offplan.recompute``), ``base_digest`` names those, and ``recomputed`` says what is not
+    saved any more.  Without choices both are the same, and ``base_digest`` is empty.
+8.  ``check_plan`` proves a plan against the facts by walking the timeline.  It shares no code with
+    the planner, nor with the rules; and with what applies choices, only which ops may run again.
+9.  A plan of schema 2 is read as one that may keep and offload.
 
 The same facts and choices give the same bytes.
 """
@@ -24,14 +31,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
 from offplan import eligibility
-from offplan.budget import Aim, Budget, Outlook, Outlooks, Predicted, of_bytes
+from offplan.budget import Action, Aim, Budget, Outlook, Outlooks, Predicted, of_bytes
 from offplan.eligibility import Case, Index, LedgerRow, Outcome, RegionIndex, RuleSet
 from offplan.errors import FileFormatError, OutputError, PlanError, UsageError
 from offplan.files import PLAN_FILE, YamlError, dump_yaml, parse_yaml, read_text, write_atomically
@@ -43,18 +50,23 @@ from offplan.graph import (
     GraphBreak,
     GraphFacts,
     Op,
+    Region,
     StorageId,
     TargetRef,
     ValueId,
     digest,
 )
 from offplan.memory import predict
+from offplan.recompute import Choice, apply, chosen, wrapped
 from offplan.transfers import Move, Transfer
 from offplan.units import format_binary
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
-Action = Literal["moved", "kept", "skipped"]
+ACTIONS: tuple[Action, ...] = ("keep", "recompute", "offload")
+EntryAction = Literal["keep", "offload", "skipped"]
+# What schema 2 called them.
+_RENAMED = {"moved": "offload", "kept": "keep"}
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -90,18 +102,32 @@ class View(_Record, frozen=True, kw_only=True):
     verdicts: dict[RuleSet, PlanVerdict]
 
 
+class Prices(_Record, frozen=True, kw_only=True):
+    """What each action on a storage would cost, in whole microseconds, and why one was taken.
+
+    ``recompute_us`` is None where the storage cannot be computed again, and ``recompute_why`` says
+    why.  ``link_us`` is the time of the copy, each way; None where it cannot be copied.
+    """
+
+    recompute_us: Count | None = None
+    recompute_why: str = ""
+    link_us: Count | None = None
+    reason: str = ""
+
+
 class Entry(_Record, frozen=True, kw_only=True):
     """One saved storage (definition 1); ``id`` is None for a value without one.
 
     ``name``, ``op``, ``module`` and ``source`` are of the op that allocated it, or of the graph
-    input it came in as.  ``footprint`` is there if the storage may leave.
+    input it came in as.  ``footprint`` is there if the storage may leave, ``prices`` if all actions
+    were weighed for it.
     """
 
     region: Count
     id: StorageId | None
     size_bytes: Count
     device: str
-    action: Action
+    action: EntryAction
     rule: Outcome = "eligible"
     holder: str = ""
     name: str
@@ -109,7 +135,33 @@ class Entry(_Record, frozen=True, kw_only=True):
     module: str = ""
     source: str = ""
     footprint: Footprint | None = None
+    prices: Prices | None = None
     views: tuple[View, ...]
+
+
+class Recomputed(_Record, frozen=True, kw_only=True):
+    """A storage that the backward computes again instead of receiving it (definition 7).
+
+    ``name``, ``op``, ``module`` and ``source`` are of the op that makes it, ``dtype`` and ``shape``
+    of the value that it makes.  ``ops`` are the positions in the base forward of all that runs
+    again for it, ``recompute_us`` the time that takes; other storages can need the same ops.
+    ``inputs`` names the large storages that these read.  ``link_us`` and ``reason`` are as in
+    ``Prices``.
+    """
+
+    region: Count
+    size_bytes: Count
+    name: str
+    op: str
+    module: str = ""
+    source: str = ""
+    dtype: str
+    shape: tuple[Count, ...]
+    ops: tuple[Count, ...]
+    recompute_us: Count
+    inputs: tuple[str, ...] = ()
+    link_us: Count | None = None
+    reason: str = ""
 
 
 class RegionSize(_Record, frozen=True):
@@ -121,7 +173,11 @@ class RegionSize(_Record, frozen=True):
 
 
 class Plan(_Record, frozen=True, kw_only=True):
-    """See the module docstring; byte counts are definition 4."""
+    """See the module docstring; byte counts are definition 4.
+
+    ``actions`` are those that it may take.  ``recompute_us`` is the time of all ops that run again
+    for ``recomputed``, each once.
+    """
 
     schema_version: int
     target: TargetRef
@@ -147,6 +203,11 @@ class Plan(_Record, frozen=True, kw_only=True):
     transfers: tuple[Transfer, ...]
     breaks: tuple[GraphBreak, ...]
     warnings: tuple[str, ...]
+    actions: tuple[Action, ...]
+    choices: tuple[Choice, ...] = ()
+    base_digest: str = ""
+    recomputed: tuple[Recomputed, ...] = ()
+    recompute_us: Count = 0
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -167,6 +228,36 @@ class Plan(_Record, frozen=True, kw_only=True):
 _Verdicts = Mapping[RuleSet, Sequence[eligibility.Verdict]]
 
 
+class Weighed(NamedTuple):
+    """A storage of the base graphs, and what was found of it when actions were weighed.
+
+    ``ops`` are its recipe, by position in the forward of ``region``, and ``inputs`` the large
+    storages that the recipe reads.  The rest is as in ``Prices``.
+    """
+
+    region: int
+    storage: StorageId
+    ops: tuple[int, ...]
+    inputs: tuple[StorageId, ...] = ()
+    recompute_us: int | None = None
+    recompute_why: str = ""
+    link_us: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """Choices for ``base``, and what was weighed for them.
+
+    ``recompute_us`` is the time of all ops that run again because of them, each once.
+    """
+
+    base: GraphFacts
+    choices: tuple[Choice, ...]
+    weighed: tuple[Weighed, ...] = ()
+    recompute_us: int = 0
+
+
 def make_plan(
     facts: GraphFacts,
     *,
@@ -181,16 +272,24 @@ def make_plan(
     Raises ``BudgetError`` if no plan is within the budget.
     """
     wanted = of_bytes(budget) if isinstance(budget, int) else budget
-    draft = Draft(facts, rules, min_bytes)
-    outlook = Outlooks(facts, draft.moves, replace(aim or Aim(), budget=wanted)).outlook()
+    aim = replace(aim or Aim(), budget=wanted)
+    draft = Draft(facts, rules, min_bytes, aim.actions)
+    outlook = Outlooks(facts, draft.moves, aim).outlook()
     return draft.plan(outlook, wanted)
 
 
 class Draft:
     """What a plan of ``facts`` says whatever its budget; ``moves`` may leave the device."""
 
-    def __init__(self, facts: GraphFacts, rules: RuleSet, min_bytes: int) -> None:
+    def __init__(
+        self,
+        facts: GraphFacts,
+        rules: RuleSet,
+        min_bytes: int,
+        actions: tuple[Action, ...] = ("keep", "offload"),
+    ) -> None:
         self.facts = facts
+        self.actions = actions
         self.rules: RuleSet = rules
         self.min_bytes = min_bytes
         index = eligibility.index(facts)
@@ -199,15 +298,20 @@ class Draft:
         }
         self.ledger = _ledgers(index, verdicts)
         self.entries = tuple(_entries(index, verdicts, rules))
-        self.moves = tuple(_moves(self.entries))
+        self.moves = tuple(_moves(self.entries)) if "offload" in actions else ()
 
-    def plan(self, outlook: Outlook, budget: Budget | None) -> Plan:
-        """The plan with the transfers of ``outlook``, which was made for ``budget``."""
+    def plan(self, outlook: Outlook, budget: Budget | None, decided: Decided | None = None) -> Plan:
+        """The plan with the transfers of ``outlook``, which was made for ``budget``.
+
+        ``decided`` has the choices that ``facts`` were made with.
+        """
         facts, transfers = self.facts, outlook.transfers
         entries = _marked(self.entries, transfers)
-        saved_bytes = _total_bytes(entries, ("moved", "kept", "skipped"), facts.device)
-        movable_bytes = _total_bytes(entries, ("moved", "kept"), facts.device)
-        return Plan(
+        if decided is not None:
+            entries = _priced(entries, decided, facts)
+        saved_bytes = _total_bytes(entries, ("offload", "keep", "skipped"), facts.device)
+        movable_bytes = _total_bytes(entries, ("offload", "keep"), facts.device)
+        plan = Plan(
             schema_version=SCHEMA_VERSION,
             target=TargetRef(facts.target.spec, dict(sorted(facts.target.params.items()))),
             torch=facts.torch,
@@ -225,13 +329,23 @@ class Draft:
             predicted=outlook.predicted,
             saved_bytes=saved_bytes,
             movable_bytes=movable_bytes,
-            moved_bytes=_total_bytes(entries, ("moved",), facts.device),
+            moved_bytes=_total_bytes(entries, ("offload",), facts.device),
             staying_bytes=saved_bytes - movable_bytes,
             ledger=self.ledger,
             storages=entries,
             transfers=transfers,
             breaks=facts.breaks,
             warnings=(*facts.warnings, *outlook.warnings),
+            actions=self.actions,
+        )
+        if decided is None or digest(decided.base) == plan.digest:
+            return plan
+        return msgspec.structs.replace(
+            plan,
+            choices=decided.choices,
+            base_digest=digest(decided.base),
+            recomputed=tuple(_recomputed(decided)),
+            recompute_us=decided.recompute_us,
         )
 
 
@@ -243,13 +357,100 @@ def _ledgers(index: Index, verdicts: _Verdicts) -> dict[RuleSet, tuple[LedgerRow
 
 
 def _marked(entries: Iterable[Entry], transfers: Iterable[Transfer]) -> tuple[Entry, ...]:
-    """``entries``, with those that have a transfer marked as moved."""
+    """``entries``, with those that have a transfer marked as offloaded."""
     moved = {(transfer.region, transfer.storage) for transfer in transfers}
     return tuple(
-        msgspec.structs.replace(entry, action="moved")
+        msgspec.structs.replace(entry, action="offload")
         if (entry.region, entry.id) in moved
         else entry
         for entry in entries
+    )
+
+
+def _priced(entries: Iterable[Entry], decided: Decided, facts: GraphFacts) -> tuple[Entry, ...]:
+    """``entries`` of ``facts`` with the prices of what was weighed."""
+    same = _same_storages(decided.base, facts)
+    found = {}
+    for each in decided.weighed:
+        storage = same.get((each.region, each.storage))
+        found[each.region, storage] = Prices(
+            recompute_us=each.recompute_us,
+            recompute_why=each.recompute_why,
+            link_us=each.link_us,
+            reason=each.reason,
+        )
+    return tuple(
+        msgspec.structs.replace(entry, prices=found.get((entry.region, entry.id)))
+        for entry in entries
+    )
+
+
+def _same_storages(base: GraphFacts, facts: GraphFacts) -> dict[tuple[int, StorageId], StorageId]:
+    """The storages of ``facts`` by region and what they are in ``base``: those of the same inputs
+    and of the outputs of the same ops, of the forward."""
+    found = {}
+    for number, (old, new) in enumerate(zip(base.regions, facts.regions, strict=True)):
+        ops = {(op.name, op.target): op.outputs for op in new.forward.ops}
+        inputs = {(item.kind, item.name): (item.value,) for item in new.forward.inputs}
+        pairs = [(op.outputs, ops.get((op.name, op.target), ())) for op in old.forward.ops]
+        pairs += [((i.value,), inputs.get((i.kind, i.name), ())) for i in old.forward.inputs]
+        for before, after in pairs:
+            for value, other in zip(before, after, strict=False):
+                storage, same = base.values[value].storage, facts.values[other].storage
+                if storage is not None and same is not None:
+                    found[number, storage] = same
+    return found
+
+
+def _recomputed(decided: Decided) -> Iterator[Recomputed]:
+    """What was weighed and saved, and is made by an op that runs again by choice."""
+    base = decided.base
+    index = eligibility.index(base)
+    added = _added(decided)
+    again = {choice.region: frozenset(choice.ops) for choice in decided.choices}
+    saved = {
+        (number, base.values[item.value].storage)
+        for number, region in enumerate(base.regions)
+        for item in region.saved
+    }
+    for each in decided.weighed:
+        region = index.regions[each.region]
+        maker = region.origins.get(each.storage)
+        is_saved = (each.region, each.storage) in saved
+        if is_saved and isinstance(maker, Op) and (each.region, maker.outputs) in added:
+            ops = tuple(place for place in each.ops if place in again[each.region])
+            yield _recomputed_one(region, each._replace(ops=ops), maker)
+
+
+def _added(decided: Decided) -> set[tuple[int, tuple[ValueId, ...]]]:
+    """Ops that run again by choice and not in the base, by region and outputs."""
+    before = {choice.region: frozenset(choice.ops) for choice in chosen(decided.base)}
+    return {
+        (choice.region, decided.base.regions[choice.region].forward.ops[place].outputs)
+        for choice in decided.choices
+        for place in choice.ops
+        if place not in before[choice.region]
+    }
+
+
+def _recomputed_one(region: RegionIndex, each: Weighed, maker: Op) -> Recomputed:
+    facts = region.facts
+    values = (facts.values[output] for output in maker.outputs)
+    value = next(value for value in values if value.storage == each.storage)
+    return Recomputed(
+        region=each.region,
+        size_bytes=facts.storages[each.storage].size_bytes,
+        name=maker.name,
+        op=maker.target,
+        module=maker.module,
+        source=maker.source,
+        dtype=value.dtype,
+        shape=value.shape,
+        ops=each.ops,
+        recompute_us=each.recompute_us or 0,
+        inputs=tuple(_storage_origin(region, storage).name for storage in each.inputs),
+        link_us=each.link_us,
+        reason=each.reason,
     )
 
 
@@ -259,7 +460,7 @@ def _region_sizes(facts: GraphFacts) -> Iterator[RegionSize]:
         yield RegionSize(len(region.forward.ops), backward_ops, len(region.saved))
 
 
-def _total_bytes(entries: Sequence[Entry], actions: tuple[Action, ...], device: str) -> int:
+def _total_bytes(entries: Sequence[Entry], actions: tuple[EntryAction, ...], device: str) -> int:
     """Sizes of the storages on the device under ``actions``, each once."""
     sizes = {
         entry.id: entry.size_bytes
@@ -355,7 +556,7 @@ def _entry(
         id=storage,
         size_bytes=size_bytes,
         device=device,
-        action="skipped" if skipped else "kept",
+        action="skipped" if skipped else "keep",
         rule=skipped.rule if skipped else "eligible",
         holder=skipped.holder if skipped else "",
         name=origin.name,
@@ -412,6 +613,22 @@ def cases(plan: Plan, rules: RuleSet) -> Iterator[tuple[Case, Entry, View]]:
         yield case, entry, view
 
 
+def given_actions(actions: str | Sequence[str]) -> tuple[Action, ...]:
+    """``actions``, as text separated by commas, in the order that a plan has them in.
+
+    Raises ``UsageError`` for what is no action, named twice, or without ``keep``.
+    """
+    words = actions.split(",") if isinstance(actions, str) else actions
+    words = [word.strip() for word in words]
+    found = tuple(action for action in ACTIONS if action in words)
+    if "keep" not in found or len(found) != len(words):
+        raise UsageError(
+            f"actions {','.join(words)}: not keep, and others of {', '.join(ACTIONS[1:])}",
+            fix="for example: --actions keep,offload",
+        )
+    return found
+
+
 # --- the file -------------------------------------------------------------------------------------
 
 
@@ -448,6 +665,8 @@ def analyze_command(plan: Plan) -> str:
         words += ["--rules", plan.rules]
     if plan.min_bytes != eligibility.DEFAULT_MIN_BYTES:
         words += ["--min-size", format_binary(plan.min_bytes)]
+    if plan.actions != ACTIONS:
+        words += ["--actions", ",".join(plan.actions)]
     if plan.budget is not None:
         words += ["--budget", plan.asked or str(plan.budget)]
     if plan.predicted.profile not in ("", _own_profile(plan.gpu)):
@@ -497,11 +716,13 @@ def load_plan(path: Path) -> Plan:
     if not isinstance(document, dict) or "schema_version" not in document:
         raise _not_a_plan(path, "it has no schema_version")
     version = document["schema_version"]
-    if version != SCHEMA_VERSION:
+    if version not in (2, SCHEMA_VERSION):
         raise FileFormatError(
-            f"{path} has schema version {version!r}, this offplan reads {SCHEMA_VERSION}",
+            f"{path} has schema version {version!r}, this offplan reads 2 and {SCHEMA_VERSION}",
             fix="make the plan again with this version of offplan",
         )
+    if version == 2:
+        document = _renamed(document)
     try:
         plan = msgspec.convert(document, Plan)
     except msgspec.ValidationError as error:
@@ -512,6 +733,24 @@ def load_plan(path: Path) -> Plan:
     return plan
 
 
+def _renamed(document: dict[str, object]) -> dict[str, object]:
+    """A document of schema 2 in terms of this one (definition 9)."""
+    storages = document.get("storages")
+    if isinstance(storages, list):
+        storages = [
+            {**entry, "action": _RENAMED.get(str(entry.get("action")), entry.get("action"))}
+            if isinstance(entry, dict)
+            else entry
+            for entry in storages
+        ]
+    return {
+        **document,
+        "schema_version": SCHEMA_VERSION,
+        "storages": storages,
+        "actions": ["keep", "offload"],
+    }
+
+
 def _not_a_plan(path: Path, problem: str) -> FileFormatError:
     return FileFormatError(
         f"{path} is not an offplan plan: {problem}",
@@ -520,7 +759,9 @@ def _not_a_plan(path: Path, problem: str) -> FileFormatError:
 
 
 def _problems(plan: Plan) -> Iterator[str]:
-    """What a schema cannot say: every rule set is there, and each saved position once."""
+    """What a schema cannot say: every rule set is there, each saved position once, and no action
+    that the plan may not take."""
+    yield from _forbidden(plan)
     for name in eligibility.RULE_SETS:
         if name not in plan.ledger:
             yield f"no ledger for {name} - at `$.ledger`"
@@ -536,6 +777,19 @@ def _problems(plan: Plan) -> Iterator[str]:
                 seen.add((entry.region, position))
 
 
+def _forbidden(plan: Plan) -> Iterator[str]:
+    if plan.actions != tuple(action for action in ACTIONS if action in ("keep", *plan.actions)):
+        yield "not keep and others of keep, recompute, offload, in order - at `$.actions`"
+    if "recompute" not in plan.actions and plan.choices:
+        yield "ops run again, but recompute is not an action - at `$.choices`"
+    if bool(plan.choices) != bool(plan.base_digest):
+        yield "choices and the graphs that they are made from need each other - at `$.base_digest`"
+    if plan.recomputed and not plan.choices:
+        yield "storages are recomputed, but no op runs again - at `$.recomputed`"
+    if "offload" not in plan.actions and plan.transfers:
+        yield "storages move, but offload is not an action - at `$.transfers`"
+
+
 # --- the proof ------------------------------------------------------------------------------------
 
 
@@ -543,8 +797,14 @@ def check_plan(facts: GraphFacts, plan: Plan) -> None:
     """Prove that ``plan`` is for ``facts`` and safe to replay; ``PlanError`` names what is not.
 
     The saved values must be those of the facts; every transfer must be of a storage that nobody
-    else holds, carry every saved byte, and keep each op from reading a storage that is away.
+    else holds, carry every saved byte, and keep each op from reading a storage that is away.  An
+    op that runs again must read what it read, as it was then.
+
+    ``facts`` are those that the plan describes, or its base's: then no op may run again that must
+    not (``recompute.refusal``).
     """
+    if plan.choices and digest(facts) == plan.base_digest:
+        facts = apply(facts, plan.choices)
     if digest(facts) != plan.digest:
         raise PlanError(
             f"the plan was made for other graphs: {_what_changed(facts, plan)}",
@@ -553,6 +813,10 @@ def check_plan(facts: GraphFacts, plan: Plan) -> None:
     _check_entries(facts, plan)
     _check_transfers(facts, plan)
     _Walk(facts, plan).check()
+    if plan.choices:
+        for number, region in enumerate(facts.regions):
+            _check_again(facts, number, region)
+        _check_recomputed(plan)
     _check_peak(facts, plan)
 
 
@@ -577,8 +841,57 @@ def _check_peak(facts: GraphFacts, plan: Plan) -> None:
         )
 
 
+def _check_recomputed(plan: Plan) -> None:
+    """What is said to be computed again is made by ops that run again."""
+    again = {choice.region: frozenset(choice.ops) for choice in plan.choices}
+    for each in plan.recomputed:
+        if not each.ops or not again.get(each.region, frozenset()).issuperset(each.ops):
+            raise PlanError(
+                f"{each.name} of region {each.region} is recomputed by ops that are not"
+            )
+
+
+def _check_again(facts: GraphFacts, number: int, region: Region) -> None:
+    """Ops that run again in the backward of ``region`` read what they read in its forward, and
+    nothing has written to that since."""
+    if region.backward is None:
+        return
+    first = {(op.name, op.target): (place, op) for place, op in enumerate(region.forward.ops)}
+    # Values of the backward, and what they were in the forward.
+    known = {saved.backward_value: saved.value for saved in region.saved}
+    constants = {i.name: i.value for i in region.forward.inputs if i.kind == "constant"}
+    for item in region.backward.inputs:
+        if item.kind == "constant" and item.name in constants:
+            known[item.value] = constants[item.name]
+    # Random ops that draw the same numbers again are not quite what they were.
+    drawn: dict[int, tuple[int, Op | None]] = {
+        item.twin: (item.place, item.again(region)) for item in wrapped(region)
+    }
+    known.update((item.given, item.given) for item in wrapped(region))
+    ran = [(op.name, op.mutates) for op in region.forward.ops]
+    for here, op in enumerate(region.backward.ops):
+        place, same = drawn.get(here, first.get((op.name, op.target), (0, None)))
+        if same is not None:
+            reads = tuple(known.get(value) for value in op.inputs)
+            if reads != same.inputs or op.constants != same.constants:
+                raise _not_the_same(number, op, "reads something else than in the forward")
+            read = {facts.values[value].storage for value in same.inputs} - {None}
+            for name, mutates in ran[place:]:
+                if not read.isdisjoint(facts.values[value].storage for value in mutates):
+                    raise _not_the_same(number, op, f"reads what {name} has written to")
+            known.update(zip(op.outputs, same.outputs, strict=True))
+        ran.append((op.name, tuple(known.get(value, value) for value in op.mutates)))
+
+
+def _not_the_same(number: int, op: Op, why: str) -> PlanError:
+    return PlanError(
+        f"{op.name} ({op.target}) runs again in the backward of region {number}, but {why}",
+        where=" ".join(part for part in (op.module, op.source) if part),
+    )
+
+
 def _what_changed(facts: GraphFacts, plan: Plan) -> str:
-    pairs = (
+    pairs: list[tuple[str, object, object]] = [
         ("target", plan.target.spec, facts.target.spec),
         ("parameters", plan.target.params, facts.target.params),
         ("torch", plan.torch, facts.torch),
@@ -588,13 +901,12 @@ def _what_changed(facts: GraphFacts, plan: Plan) -> str:
         ("GPU", plan.gpu, facts.gpu),
         ("attention", plan.attention, facts.attention),
         ("regions", len(plan.regions), len(facts.regions)),
-        ("ops", plan.op_count, facts.op_count),
-        (
-            "saved values",
-            sum(region.saved for region in plan.regions),
-            sum(len(region.saved) for region in facts.regions),
-        ),
-    )
+    ]
+    if not plan.choices:
+        # A plan with choices does not say these of its base.
+        planned = sum(region.saved for region in plan.regions)
+        found = sum(len(region.saved) for region in facts.regions)
+        pairs += [("ops", plan.op_count, facts.op_count), ("saved values", planned, found)]
     changed = [f"{name} was {old}, is {new}" for name, old, new in pairs if old != new]
     return "; ".join(changed) or "the model's code changed (same target, versions and op count)"
 
@@ -638,18 +950,20 @@ def _check_view(facts: GraphFacts, entry: Entry, view: View, value_id: ValueId) 
 
 
 def _check_transfers(facts: GraphFacts, plan: Plan) -> None:
-    """Transfers are of moved entries, one each, and carry every byte of their saved views."""
-    moved = {(entry.region, entry.id): entry for entry in plan.storages if entry.action == "moved"}
+    """Transfers are of offloaded entries, one each, and carry every byte of their saved views."""
+    moved = {
+        (entry.region, entry.id): entry for entry in plan.storages if entry.action == "offload"
+    }
     for transfer in plan.transfers:
         entry = moved.pop((transfer.region, transfer.storage), None)
         if entry is None:
             raise PlanError(
                 f"storage {transfer.storage} has a transfer, but no entry of region "
-                f"{transfer.region} that is moved, or has two"
+                f"{transfer.region} that is offloaded, or has two"
             )
         _check_coverage(facts, transfer, entry)
     for region, storage in moved:
-        raise PlanError(f"storage {storage} of region {region} is moved, but has no transfer")
+        raise PlanError(f"storage {storage} of region {region} is offloaded, but has no transfer")
 
 
 def _check_coverage(facts: GraphFacts, transfer: Transfer, entry: Entry) -> None:
@@ -707,7 +1021,9 @@ class _Walk:
             self._walk_backward(number)
         for transfer in self.transfers:
             if transfer.storage not in made:
-                raise PlanError(f"storage {transfer.storage} is moved, but no forward op makes it")
+                raise PlanError(
+                    f"storage {transfer.storage} is offloaded, but no forward op makes it"
+                )
 
     def _check_windows(self, transfer: Transfer) -> None:
         name = f"storage {transfer.storage}"
@@ -734,7 +1050,9 @@ class _Walk:
         for item in graph.inputs:
             transfer = self._sent(item.value)
             if transfer is not None:
-                raise PlanError(f"storage {transfer.storage} is moved, but is input {item.name}'s")
+                raise PlanError(
+                    f"storage {transfer.storage} is offloaded, but is input {item.name}'s"
+                )
         start, _ = self.spans["forward", number]
         for place, op in enumerate(graph.ops, start):
             made.update(s for v in op.outputs if (s := self.facts.values[v].storage) is not None)
@@ -750,7 +1068,7 @@ class _Walk:
             transfer = None if output.value is None else self._sent(output.value)
             if transfer is not None and output.kind != "saved":
                 raise PlanError(
-                    f"storage {transfer.storage} is moved, but returned as {output.kind} "
+                    f"storage {transfer.storage} is offloaded, but returned as {output.kind} "
                     f"{output.name}"
                 )
 

@@ -151,7 +151,7 @@ def moved_names(plan: Plan, exported: export.Export) -> set[str]:
         view.name
         for entry in plan.storages
         for view in entry.views
-        if entry.action == "moved"
+        if entry.action == "offload"
         and (entry.region, entry.name, entry.op, entry.size_bytes) not in left_out
     }
 
@@ -234,7 +234,7 @@ def test_what_is_left_out_is_what_torch_refuses(model, device, monkeypatch):
     alone = {
         entry.views[0].name
         for entry in plan.storages
-        if entry.action == "moved" and len(entry.views) == 1
+        if entry.action == "offload" and len(entry.views) == 1
     }
     assert found & (alone - moves) == set()
     reasons = " / ".join(each.why for each in exported.left_out)
@@ -360,7 +360,7 @@ def test_the_tags_are_on_the_ops_that_allocate_what_moves(model, device, monkeyp
     expected = [
         entry.name
         for entry in plan.storages
-        if entry.action == "moved" and (entry.name, entry.size_bytes) not in left_out
+        if entry.action == "offload" and (entry.name, entry.size_bytes) not in left_out
     ]
     assert sorted(names) == sorted(expected)
     # Tagged storages have views that are saved, which PyTorch's pass cannot move.
@@ -422,7 +422,7 @@ def test_a_storage_that_is_read_through_other_views_is_not_tagged(model, monkeyp
     spec = f"{model}:fused"
     plan = plan_of(spec)
     exported = export.export_plan(plan, "must-cpu-offload")
-    assert "addmm" in {entry.name for entry in plan.storages if entry.action == "moved"}
+    assert "addmm" in {entry.name for entry in plan.storages if entry.action == "offload"}
     marks = module_of(exported)
     counts = []
 
@@ -526,11 +526,11 @@ def test_what_another_run_of_the_graph_keeps_is_left_out(model):
         for n in (0, 1)
     ]
     assert rows[0] == rows[1], "the two halves are one graph"
-    kept = next(entry for entry in plan.storages if entry.action == "moved" and entry.region == 1)
+    kept = next(entry for entry in plan.storages if entry.action == "offload" and entry.region == 1)
     changed = msgspec.structs.replace(
         plan,
         storages=tuple(
-            msgspec.structs.replace(e, action="kept") if e is kept else e for e in plan.storages
+            msgspec.structs.replace(e, action="keep") if e is kept else e for e in plan.storages
         ),
         transfers=tuple(t for t in plan.transfers if t.storage != kept.id),
     )

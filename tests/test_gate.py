@@ -23,6 +23,7 @@ from offplan.gate import (
     read_config,
 )
 from offplan.plan import Plan, make_plan
+from offplan.recompute import Choice
 
 SHAPE = (2048, 1024)
 FLAT = (2048 * 1024,)
@@ -162,6 +163,15 @@ def test_a_baseline_made_otherwise_is_compared_under_the_same_rules_and_said_to_
         "the baseline has another torch: 2.11.0; this plan: 2.14.1",
         "the baseline has another GPU: A100; this plan: H200",
         "the baseline has another minimum size: 1MiB; this plan: 0",
+    )
+
+
+def test_a_baseline_that_recomputes_something_else_is_said_to_do_so() -> None:
+    plan = layers(1)
+    other = msgspec.structs.replace(plan, choices=(Choice(0, (1,)),), base_digest="sha256:0")
+    assert check(plan, Thresholds(), baseline=plan).notes == ()
+    assert check(plan, Thresholds(), baseline=other).notes == (
+        "the baseline recomputes something else, so what is saved is not the same",
     )
 
 

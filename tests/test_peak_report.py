@@ -95,8 +95,8 @@ Budget 60%: 28.74 GB
   end of forward  40.00 GB  24.00 GB  -16.00 GB
   step            676.0 ms  741.0 ms   +65.0 ms
   moved each way            10.10 GB
-  plan     moves 23 storages, which costs 9.6% of the step; 606.31 MB under the
-           budget
+  plan     offloads 23 storages, which costs 9.6% of the step; 606.31 MB under
+           the budget
   step     at most 0.8% over the best possible for this peak (735.0 ms); 62.5 ms
            of it are spent waiting for copies
   peak     reached in aten._scaled_dot_product_cudnn_attention.default, op 211
@@ -191,7 +191,7 @@ def test_a_budget_is_named_as_it_was_asked_for_with_its_size(asked: Asked, title
 
 def test_the_floor_is_not_said_to_be_under_itself() -> None:
     text = text_of(PREDICTED, Asked(PLAN.peak_bytes, "floor"), MOVED)
-    assert "  plan     moves 23 storages, which costs 9.6% of the step\n" in text
+    assert "  plan     offloads 23 storages, which costs 9.6% of the step\n" in text
     assert "\n  floor " not in text
 
 
@@ -214,7 +214,7 @@ def test_a_plan_that_hides_every_copy_costs_nothing_and_is_the_best_possible() -
         PREDICTED, time=replace(TIME, step_us=676_010, stalled_us=10, least_us=676_000)
     )
     text = text_of(hidden, Asked(30 * GB, "30GB"), MOVED)
-    assert "  plan     moves 23 storages, at no cost; 1.87 GB under the budget\n" in text
+    assert "  plan     offloads 23 storages, at no cost; 1.87 GB under the budget\n" in text
     assert "  step     the best possible for this peak\n" in text
 
 
@@ -225,7 +225,7 @@ def test_what_never_comes_back_is_counted() -> None:
 
 def test_one_storage_is_one_storage() -> None:
     text = text_of(PREDICTED, Asked(30 * GB, "30GB"), MOVED._replace(storages=1))
-    assert "moves 1 storage, which" in text
+    assert "offloads 1 storage, which" in text
 
 
 def test_host_memory_that_is_limited_is_stated() -> None:
@@ -238,7 +238,7 @@ def test_without_a_profile_no_time_is_shown() -> None:
     text = text_of(unknown, Asked(30 * GB, "30GB"), MOVED)
     assert " ms" not in text
     assert "profile" not in text
-    assert "  plan   moves 23 storages; 1.87 GB under the budget\n" in text
+    assert "  plan   offloads 23 storages; 1.87 GB under the budget\n" in text
 
 
 def test_op_times_that_were_measured_are_said_to_be() -> None:

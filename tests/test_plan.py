@@ -22,6 +22,7 @@ from offplan.gpus import GPUS
 from offplan.graph import GraphBreak, GraphFacts, ModelTensor, Value, ValueId
 from offplan.memory import Conditions, predict
 from offplan.plan import (
+    ACTIONS,
     Entry,
     Plan,
     analyze_command,
@@ -128,7 +129,7 @@ def test_bytes_that_stay_are_saved_less_movable_each_storage_once() -> None:
     assert plan.movable_bytes == BYTES
     assert plan.staying_bytes == 4 * MiB
     assert plan.moved_bytes == 0
-    assert [entry.action for entry in plan.storages] == ["skipped", "kept"]
+    assert [entry.action for entry in plan.storages] == ["skipped", "keep"]
     assert plan.transfers == ()
 
 
@@ -206,17 +207,18 @@ def test_the_command_names_every_choice_that_is_not_the_default() -> None:
     )
     command = analyze_command(make_plan(facts, budget=parse_budget("90%"), aim=aim))
     assert command == (
-        "offplan analyze model.py --budget 90% --profile a100 --op-times measured "
-        "--optimizer adamw --accumulate --expandable-segments --host-budget 1073741824"
+        "offplan analyze model.py --actions keep,offload --budget 90% --profile a100 "
+        "--op-times measured --optimizer adamw --accumulate --expandable-segments "
+        "--host-budget 1073741824"
     )
 
 
 def test_the_profile_of_the_gpu_itself_is_not_named() -> None:
     facts = replace(chain(), gpu=GPUS["a100"].name)
-    plan = make_plan(facts, aim=Aim(profile=profile_for("a100")))
+    plan = make_plan(facts, aim=Aim(profile=profile_for("a100"), actions=ACTIONS))
     assert plan.predicted.profile == "a100"
     assert analyze_command(plan) == "offplan analyze model.py --gpu a100"
-    other = make_plan(facts, aim=Aim(profile=profile_for("h200")))
+    other = make_plan(facts, aim=Aim(profile=profile_for("h200"), actions=ACTIONS))
     assert analyze_command(other) == "offplan analyze model.py --gpu a100 --profile h200"
     # The CPU has no profile of its own, and no times are predicted for it.
     on_cpu = make_plan(chain(device="cpu"))
@@ -253,7 +255,8 @@ def test_under_whole_storage_movable_bytes_are_the_ledgers_eligible_bytes(
 
 def test_the_first_line_says_what_the_file_is_and_how_to_make_it_again() -> None:
     facts, _ = view_plan()
-    plan = make_plan(facts, rules="no-view", min_bytes=MiB, budget=0)
+    aim = Aim(actions=ACTIONS)
+    plan = make_plan(facts, rules="no-view", min_bytes=MiB, budget=0, aim=aim)
     first = dump_plan(plan).split(b"\n")[0].decode()
     assert first == (
         "# offplan plan of model.py; make it again with: offplan analyze model.py "
@@ -264,7 +267,7 @@ def test_the_first_line_says_what_the_file_is_and_how_to_make_it_again() -> None
 def test_the_command_quotes_what_a_shell_would_split() -> None:
     facts = FactsBuilder(spec="my model.py:f", params={"name": "a b"}, device="cpu")
     facts.region()
-    command = analyze_command(make_plan(facts.build()))
+    command = analyze_command(make_plan(facts.build(), aim=Aim(actions=ACTIONS)))
     assert command == "offplan analyze 'my model.py:f' -p 'name=a b' --device cpu"
 
 
@@ -361,8 +364,8 @@ def test_a_plan_of_nine_hundred_views_is_read_as_it_was_written(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        (b"schema_version: 2", b"schema_version: 1", "schema version 1, this offplan reads 2"),
-        (b"schema_version: 2\n", b"", "has no schema_version"),
+        (b"schema_version: 3", b"schema_version: 1", "version 1, this offplan reads 2 and 3"),
+        (b"schema_version: 3\n", b"", "has no schema_version"),
         (b"torch: 2.14.1", b"torch: [2]", r"Expected `str`, got `array` - at `\$.torch`"),
         (b"torch: 2.14.1\n", b"", "missing required field `torch`"),
         (b"rules: whole-storage", b"rules: all", r"Invalid enum value 'all' - at `\$.rules`"),
@@ -547,8 +550,8 @@ def test_a_storage_that_the_caller_holds_may_not_be_moved(held_as: str) -> None:
     (entry,) = plan.storages
     assert entry.id is not None
     transfer = Transfer(0, entry.id, 0, BYTES, BYTES, 0, 0, 1, 1)
-    wrong = replace(plan, storages=(replace(entry, action="moved"),), transfers=(transfer,))
-    with pytest.raises(PlanError, match=f"is moved, but .*{held_as}"):
+    wrong = replace(plan, storages=(replace(entry, action="offload"),), transfers=(transfer,))
+    with pytest.raises(PlanError, match=f"is offloaded, but .*{held_as}"):
         check_plan(built, wrong)
 
 
@@ -565,7 +568,9 @@ def test_a_predicted_peak_that_is_edited_by_hand_is_refused_with_both_numbers() 
     edited = replace(plan.predicted.plan, peak_bytes=peak - 512)
     with pytest.raises(PlanError, match=f"peak of {peak - 512} .* make one of {peak}") as caught:
         check_plan(facts, replace(plan, predicted=replace(plan.predicted, plan=edited)))
-    assert caught.value.fix == "make it again with: offplan analyze model.py --budget floor"
+    assert caught.value.fix == (
+        "make it again with: offplan analyze model.py --actions keep,offload --budget floor"
+    )
 
 
 @pytest.mark.parametrize(
@@ -630,9 +635,9 @@ def change_view(plan: Plan, **changes: object) -> Plan:
     ("change", "problem"),
     [
         (lambda plan: replace(plan, storages=()), "no view for saved position 0"),
-        (lambda plan: replace(plan, transfers=()), "is moved, but has no transfer"),
+        (lambda plan: replace(plan, transfers=()), "is offloaded, but has no transfer"),
         (lambda plan: replace(plan, transfers=plan.transfers * 2), "or has two"),
-        (lambda plan: change_entry(plan, action="kept"), "no entry of region 0 that is moved"),
+        (lambda plan: change_entry(plan, action="keep"), "no entry of region 0 that is offloaded"),
         (lambda plan: change_entry(plan, size_bytes=1), "has 8388608 bytes, the plan says 1"),
         (lambda plan: change_entry(plan, id=10**9), "is not in the graphs"),
         (lambda plan: change_entry(plan, region=7), "region 7 saves nothing"),

@@ -84,12 +84,12 @@ The three rule sets (this plan: whole-storage)
                  storage  117.44 MB         8.39 MB                    0 B
 
 Largest saved activations
-  100.66 MB  3 x 33.55 MB, moved
+  100.66 MB  3 x 33.55 MB, offload
              made by aten.exp.default in layers.0-2 (model.py:1)
              saved as float32[1024, 1024] from aten.slice.Tensor in layers.0-2
                (model.py:2)
              transfers 4.19 MB each way, takes 4.19 MB when reloaded
-   16.78 MB  2 x 8.39 MB, moved
+   16.78 MB  2 x 8.39 MB, offload
              made by aten.mm.default in layers.0-1 (model.py:10)
              saved as float32[2097152] from aten.view.default in layers.0-1.attn
                (model.py:11)
@@ -112,6 +112,12 @@ Stays at any budget: 29.36 MB of 146.80 MB saved (whole-storage)
   alias      output            1   8.39 MB
   too_small                    1       4 B
 
+Keep, recompute, offload: what is done with the rest
+  action     storages      bytes  time
+  keep              0        0 B
+  recompute         0        0 B
+  offload           5  117.44 MB
+
 """
 
 
@@ -122,11 +128,11 @@ def test_the_analysis_reads_so_at_80_columns() -> None:
     assert "\n  moved each way " in text[len(ANALYZED) :]
 
 
-def test_without_a_budget_nothing_is_moved_and_what_could_be_is_eligible() -> None:
+def test_without_a_budget_nothing_is_moved_and_what_could_be_is_kept() -> None:
     text = analyzed(make_plan(model()))
     assert "\nNo budget: nothing moves\n" in text
     assert "moved" not in text
-    assert "3 x 33.55 MB, eligible\n" in text
+    assert "3 x 33.55 MB, keep\n" in text
 
 
 def test_a_model_that_saves_nothing_is_a_report_too() -> None:

@@ -128,7 +128,7 @@ def test_small_view_of_large_counts_the_whole_storage_and_moves_the_view():
     assert entry.size_bytes == 32 * MIB
     # 4 MiB is under the minimum of 5 MiB; its storage is not.
     assert entry.views[0].logical_bytes == 4 * MIB
-    assert (entry.action, plan.movable_bytes) == ("kept", 32 * MIB)
+    assert (entry.action, plan.movable_bytes) == ("keep", 32 * MIB)
     assert entry.footprint is not None
     assert entry.footprint.transfer_bytes == 4 * MIB
 

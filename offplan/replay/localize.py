@@ -35,12 +35,12 @@ def localized(plan: Plan, region: int, template: RegionTemplate) -> list[Transfe
     storages = {
         entry.id: _local_storage(plan, entry, template)
         for entry in plan.storages
-        if entry.region == region and entry.action == "moved"
+        if entry.region == region and entry.action == "offload"
     }
     transfers = [transfer for transfer in plan.transfers if transfer.region == region]
     for transfer in transfers:
         if transfer.storage not in storages:
-            raise PlanError(f"storage {transfer.storage} has a transfer, but no entry as moved")
+            raise PlanError(f"storage {transfer.storage} has a transfer, but no entry as offloaded")
     first_forward, first_backward = _first_ops(plan, region)
     return [
         msgspec.structs.replace(
@@ -56,7 +56,7 @@ def localized(plan: Plan, region: int, template: RegionTemplate) -> list[Transfe
 
 
 def _local_storage(plan: Plan, entry: Entry, template: RegionTemplate) -> StorageId:
-    """The template's storage for a moved entry of the plan, whose views must be its saved ones."""
+    """The template's storage for an offloaded entry, whose views must be its saved ones."""
     found = set()
     for view in entry.views:
         if view.position >= len(template.saved):

@@ -3,7 +3,10 @@
 1.  A *row* of the largest storages stands for all entries of a plan that are equal but for the
     integers in their module paths, holders and input names (see ``fold``); rows are ordered by
     total bytes.
-2.  Everything but ``timing`` is the same for the same plan; ``timing`` is None for a saved graph.
+2.  Storages that the backward computes again are rows of their own, of which the same holds.
+3.  What an action costs is that of one storage: milliseconds of running its ops again, or of
+    copying it, each way.  It is shown for the actions that were not taken.
+4.  Everything but ``timing`` is the same for the same plan; ``timing`` is None for a saved graph.
 """
 
 from __future__ import annotations
@@ -13,10 +16,10 @@ from typing import Literal
 
 import msgspec
 
-from offplan.budget import CurvePoint, Predicted
+from offplan.budget import Action, CurvePoint, Elsewhere, JointPoint, Predicted
 from offplan.eligibility import RULE_SETS, RULES, LedgerRow, Outcome, RuleSet, holder_kind
 from offplan.graph import GraphBreak, TargetRef
-from offplan.plan import Action, Entry, Plan, RegionSize, View
+from offplan.plan import Entry, EntryAction, Plan, Prices, Recomputed, RegionSize, View
 from offplan.report.document import (
     Block,
     Heading,
@@ -28,7 +31,14 @@ from offplan.report.document import (
     render_blocks,
 )
 from offplan.report.fold import Group, fold
-from offplan.report.peak import Asked, Moved, curve_blocks, predicted_blocks
+from offplan.report.peak import (
+    Asked,
+    Moved,
+    curve_blocks,
+    elsewhere_blocks,
+    joint_blocks,
+    predicted_blocks,
+)
 from offplan.units import format_binary, format_seconds, format_size
 
 Format = Literal["text", "json", "markdown"]
@@ -94,13 +104,14 @@ class StorageRow(msgspec.Struct, frozen=True):
 
     ``op``, ``module`` and ``source`` are of the op that allocated them; for graph inputs ``op`` is
     the kind of input and ``name`` its name.  ``transfer_bytes`` (of each, each way) and
-    ``reload_bytes`` (allocated for each on reload) are None where they stay.
+    ``reload_bytes`` (allocated for each on reload) are None where they stay.  ``prices`` are those
+    of each.
     """
 
     count: int
     size_bytes: int
     total_bytes: int
-    action: Action
+    action: EntryAction
     rule: Outcome
     holder: str
     op: str
@@ -109,7 +120,38 @@ class StorageRow(msgspec.Struct, frozen=True):
     source: str
     transfer_bytes: int | None
     reload_bytes: int | None
+    prices: Prices | None
     views: tuple[SavedAs, ...]
+
+
+class RecomputedRow(msgspec.Struct, frozen=True):
+    """``count`` storages that are alike (definition 2), of ``size_bytes`` each.
+
+    ``recompute_us`` and ``link_us`` are those of each.
+    """
+
+    count: int
+    size_bytes: int
+    total_bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    op: str
+    module: str
+    source: str
+    recompute_us: int
+    link_us: int | None
+    reason: str
+    inputs: tuple[str, ...]
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """What ``action`` is taken for.  ``time_us``: of all ops that run again, each once, or of all
+    copies to the host where their prices are known; None where there is none."""
+
+    action: Action
+    storages: int
+    storage_bytes: int
+    time_us: int | None
 
 
 class Staying(msgspec.Struct, frozen=True):
@@ -162,7 +204,14 @@ class AnalyzeReport(msgspec.Struct, frozen=True):
     not_shown_bytes: int
     staying: tuple[Staying, ...]
     moving: Moving
+    actions: tuple[Action, ...]
+    taken: tuple[Taken, ...]
+    recomputed: tuple[RecomputedRow, ...]
+    not_shown_recomputed_rows: int
+    not_shown_recomputed_bytes: int
     curve: tuple[CurvePoint, ...] = ()
+    joint_curve: tuple[JointPoint, ...] = ()
+    elsewhere: tuple[Elsewhere, ...] = ()
     timing: Timing | None = None
 
 
@@ -174,6 +223,8 @@ def analyze_report(
     timing: Timing | None = None,
     top: int = 12,
     curve: tuple[CurvePoint, ...] = (),
+    joint_curve: tuple[JointPoint, ...] = (),
+    elsewhere: tuple[Elsewhere, ...] = (),
 ) -> AnalyzeReport:
     """The report on ``plan``, with the ``top`` largest rows of storages and the budget curve."""
     entries = [entry for entry in plan.storages if entry.id is not None]
@@ -182,6 +233,7 @@ def analyze_report(
     parameters = [entry for entry in entries if entry.rule == "parameter"]
     rows = _storage_rows(activations)
     hidden = rows[top:]
+    again = _recomputed_rows(plan.recomputed)
     return AnalyzeReport(
         target=plan.target,
         torch=plan.torch,
@@ -200,6 +252,13 @@ def analyze_report(
         asked=plan.asked,
         predicted=plan.predicted,
         curve=curve,
+        joint_curve=joint_curve,
+        elsewhere=elsewhere,
+        actions=plan.actions,
+        taken=tuple(_taken(plan)),
+        recomputed=tuple(again[:top]),
+        not_shown_recomputed_rows=len(again[top:]),
+        not_shown_recomputed_bytes=sum(row.total_bytes for row in again[top:]),
         saved_bytes=plan.saved_bytes,
         movable_bytes=plan.movable_bytes,
         moved_bytes=plan.moved_bytes,
@@ -245,7 +304,7 @@ def _row_key(entry: Entry) -> tuple[object, ...]:
         for view in entry.views
     )
     same = (entry.size_bytes, entry.action, entry.rule, entry.op, entry.source, entry.footprint)
-    return (*same, views)
+    return (*same, entry.prices, views)
 
 
 def _row_texts(entry: Entry) -> list[str]:
@@ -274,6 +333,7 @@ def _storage_row(entries: Sequence[Entry], group: Group) -> StorageRow:
         source=first.source,
         transfer_bytes=first.footprint.transfer_bytes if first.footprint else None,
         reload_bytes=first.footprint.device_bytes if first.footprint else None,
+        prices=first.prices,
         views=tuple(_saved_as(first.views, view_modules)),
     )
 
@@ -304,6 +364,50 @@ def _staying(plan: Plan, entries: Sequence[Entry]) -> Iterator[Staying]:
         for (found, holder), (count, size_bytes) in sorted(sums.items()):
             if found == rule:
                 yield Staying(rule, holder, count, size_bytes)
+
+
+def _recomputed_rows(storages: Sequence[Recomputed]) -> list[RecomputedRow]:
+    groups = fold((_recomputed_key(each), [each.module, *each.inputs]) for each in storages)
+    rows = [_recomputed_row(storages, group) for group in groups]
+    return sorted(rows, key=lambda row: -row.total_bytes)
+
+
+def _recomputed_key(each: Recomputed) -> tuple[object, ...]:
+    made = (each.size_bytes, each.dtype, each.shape, each.op, each.source)
+    return (*made, each.recompute_us, each.link_us, each.reason)
+
+
+def _recomputed_row(storages: Sequence[Recomputed], group: Group) -> RecomputedRow:
+    first = storages[group.places[0]]
+    module, *inputs = group.texts
+    return RecomputedRow(
+        count=len(group.places),
+        size_bytes=first.size_bytes,
+        total_bytes=first.size_bytes * len(group.places),
+        dtype=first.dtype,
+        shape=first.shape,
+        op=first.op,
+        module=module,
+        source=first.source,
+        recompute_us=first.recompute_us,
+        link_us=first.link_us,
+        reason=first.reason,
+        inputs=tuple(inputs),
+    )
+
+
+def _taken(plan: Plan) -> Iterator[Taken]:
+    """Movable storages by what is done with them, and what is not saved at all."""
+    kept = {entry.id for entry in plan.storages if entry.action == "keep"}
+    moved = [entry for entry in plan.storages if entry.action == "offload"]
+    yield Taken("keep", len(kept), plan.movable_bytes - plan.moved_bytes, None)
+    again_bytes = sum(each.size_bytes for each in plan.recomputed)
+    again_us = plan.recompute_us if plan.recomputed else None
+    yield Taken("recompute", len(plan.recomputed), again_bytes, again_us)
+    links = [entry.prices.link_us for entry in moved if entry.prices is not None]
+    known = [link_us for link_us in links if link_us is not None]
+    copied_us = sum(known) if known and len(known) == len(moved) else None
+    yield Taken("offload", len(moved), plan.moved_bytes, copied_us)
 
 
 def _moving(plan: Plan) -> Moving:
@@ -353,13 +457,30 @@ def _document(report: AnalyzeReport) -> Iterator[Block]:
     )
     if report.staying:
         yield _staying_table(report.staying)
-    moving = report.moving
+    if report.recomputed:
+        yield Heading("Largest that the backward computes again")
+        yield _recomputed(report)
+    _, recompute, offload = report.taken
+    if recompute.storages or offload.storages:
+        yield Heading("Keep, recompute, offload: what is done with the rest")
+        yield _taken_table(report.taken)
     yield from predicted_blocks(
-        report.predicted,
-        Asked(report.budget, report.asked),
-        Moved(moving.storages, moving.transfer_bytes, moving.never_reloaded),
+        report.predicted, Asked(report.budget, report.asked), _moved(report, recompute)
     )
     yield from curve_blocks(report.curve)
+    yield from joint_blocks(report.joint_curve)
+    yield from elsewhere_blocks(report.elsewhere)
+
+
+def _moved(report: AnalyzeReport, recompute: Taken) -> Moved:
+    moving = report.moving
+    return Moved(
+        moving.storages,
+        moving.transfer_bytes,
+        moving.never_reloaded,
+        recompute.storages,
+        recompute.time_us or 0,
+    )
 
 
 def _parameters(target: TargetRef) -> list[str]:
@@ -452,15 +573,13 @@ def _largest(report: AnalyzeReport) -> Listing:
     return Listing(tuple(items), numeric=frozenset((0,)))
 
 
-def _times(row: StorageRow) -> str:
+def _times(row: StorageRow | RecomputedRow) -> str:
     return f"{row.count:,} x {format_size(row.size_bytes)}, " if row.count > 1 else ""
 
 
 def _verdict(row: StorageRow) -> str:
-    if row.action == "moved":
-        return "moved"
-    if row.action == "kept":
-        return "eligible"
+    if row.action != "skipped":
+        return row.action
     if row.rule in ("unsupported", "symbolic_size"):
         return f"skipped under {row.rule}: {row.holder}"
     # What it is held by is the storage itself, named on the next line.
@@ -482,6 +601,78 @@ def _storage_lines(row: StorageRow) -> Iterator[str]:
         carried, back = format_size(row.transfer_bytes), format_size(row.reload_bytes)
         if carried != format_size(row.size_bytes):
             yield f"transfers {carried} each way, takes {back} when reloaded"
+    if row.prices is not None:
+        if row.prices.reason:
+            yield row.prices.reason
+        yield from _not_taken(row)
+
+
+def _not_taken(row: StorageRow) -> Iterator[str]:
+    """What the other two actions would cost (definition 3)."""
+    prices = row.prices
+    assert prices is not None
+    others = []
+    if row.action != "keep":
+        others.append(f"keep {format_size(row.size_bytes)}")
+    if prices.recompute_us is not None:
+        others.append(f"recompute {_duration(prices.recompute_us)}")
+    if row.action != "offload" and prices.link_us is not None:
+        others.append(f"offload {_duration(prices.link_us)} each way")
+    if others:
+        yield f"instead: {', '.join(others)}"
+    if prices.recompute_why:
+        yield f"cannot be recomputed: {prices.recompute_why}"
+
+
+def _duration(time_us: int) -> str:
+    return f"{time_us / 1000:,.2f} ms"
+
+
+def _recomputed(report: AnalyzeReport) -> Listing:
+    items = [
+        Item(
+            (format_size(row.total_bytes), _times(row) + f"recompute, {_recompute_price(row)}"),
+            tuple(_recomputed_lines(row)),
+        )
+        for row in report.recomputed
+    ]
+    if report.not_shown_recomputed_rows:
+        more = f"in {report.not_shown_recomputed_rows:,} more rows (--top shows more)"
+        items.append(Item((format_size(report.not_shown_recomputed_bytes), more), ()))
+    return Listing(tuple(items), numeric=frozenset((0,)))
+
+
+def _recompute_price(row: RecomputedRow) -> str:
+    return f"{_duration(row.recompute_us)}{' each' if row.count > 1 else ''}"
+
+
+def _recomputed_lines(row: RecomputedRow) -> Iterator[str]:
+    yield f"{_tensor(row.dtype, row.shape)} from {_where(row)}"
+    if row.inputs:
+        yield f"reads {', '.join(row.inputs)}"
+    if row.reason:
+        yield row.reason
+    others = [f"keep {format_size(row.size_bytes)}"]
+    if row.link_us is not None:
+        others.append(f"offload {_duration(row.link_us)} each way")
+    yield f"instead: {', '.join(others)}"
+
+
+def _taken_table(taken: Sequence[Taken]) -> Table:
+    words = {"keep": "", "recompute": " computed again", "offload": " copied, each way"}
+    return Table(
+        columns=("action", "storages", "bytes", "time"),
+        rows=tuple(
+            (
+                each.action,
+                f"{each.storages:,}",
+                format_size(each.storage_bytes),
+                "" if each.time_us is None else _duration(each.time_us) + words[each.action],
+            )
+            for each in taken
+        ),
+        numeric=frozenset((1, 2)),
+    )
 
 
 def _view_lines(views: Sequence[SavedAs]) -> Iterator[str]:
@@ -503,7 +694,7 @@ def _made_by(row: StorageRow) -> str:
     return f"{row.op} {row.name}" if row.name else _where(row)
 
 
-def _where(made: StorageRow | SavedAs) -> str:
+def _where(made: StorageRow | SavedAs | RecomputedRow) -> str:
     module = f" in {made.module}" if made.module else ""
     source = f" ({made.source})" if made.source else ""
     return f"{made.op}{module}{source}"

@@ -2,10 +2,12 @@
 
 1.  The table sets no plan beside the plan: peaks, the end of the forward, the step time, bytes over
     the link.  What is not predicted (times, without a profile of the GPU) is left out, and so is a
-    plan that moves nothing: it is no plan.
+    plan that moves and recomputes nothing: it is no plan.
 2.  *Cost* of a budget is by how much its step is longer than without a plan.
 3.  A row of the curve names the least whole share of the peak that it stays within; its bar is as
     long as its step takes, beside that of the slowest budget.
+4.  The joint curve sets plans with all three actions beside those that only offload and those that
+    only recompute, and each action's break-even.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from offplan.budget import CurvePoint, Predicted, PredictedTime
+from offplan.budget import CurvePoint, Elsewhere, JointPoint, Predicted, PredictedTime
 from offplan.memory import PARTS, LargeStorage, Prediction
 from offplan.report.document import Block, Heading, Item, Listing, Paragraph, Table, counted
 from offplan.units import format_size
@@ -34,11 +36,18 @@ class Asked(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What the plan moves: ``transfer_bytes`` each way, in ``storages``."""
+    """What the plan moves: ``transfer_bytes`` each way, in ``storages``; and how many more it has
+    the backward compute again, in ``recompute_us``."""
 
     storages: int
     transfer_bytes: int
     never_reloaded: int
+    recomputed: int = 0
+    recompute_us: int = 0
+
+    @property
+    def nothing(self) -> bool:
+        return not self.storages and not self.recomputed
 
 
 def predicted_blocks(predicted: Predicted, asked: Asked, moved: Moved) -> Iterator[Block]:
@@ -76,6 +85,78 @@ def curve_blocks(curve: Sequence[CurvePoint]) -> Iterator[Block]:
     yield Table(columns, tuple(rows), numeric=frozenset((0, 1, 2, 3, 4)))
 
 
+def joint_blocks(curve: Sequence[JointPoint]) -> Iterator[Block]:
+    """What each budget costs with all actions, and with one alone."""
+    if len(curve) < 2:
+        return
+    yield Heading("What each budget would cost, with all actions and with one alone")
+    arms = (
+        ("all", [point.joint for point in curve]),
+        ("offload", [point.offload for point in curve]),
+        ("recompute", [point.recompute for point in curve]),
+    )
+    shown = [(name, points) for name, points in arms if any(points)]
+    rows = [
+        (_budget(point, curve[0]), *(cell for _, points in shown for cell in _cells(points[place])))
+        for place, point in enumerate(curve)
+    ]
+    columns = [cell for name, _ in shown for cell in (name, "peak")]
+    yield Table(("budget", *columns), tuple(rows), frozenset(range(1 + len(columns))))
+    yield from _break_even(curve)
+
+
+def elsewhere_blocks(found: Sequence[Elsewhere]) -> Iterator[Block]:
+    """What the plan for the same peak would be on other machines."""
+    if not found:
+        return
+    yield Heading("The same peak with a faster link, and on a slower GPU")
+    rows = [
+        (
+            each.name,
+            f"{each.no_plan_ms:,.1f} ms",
+            f"{each.step_ms:,.1f} ms",
+            _share(each.step_ms / each.no_plan_ms - 1),
+            format_size(each.moved_bytes),
+            format_size(each.recomputed_bytes),
+        )
+        for each in found
+    ]
+    columns = ("machine", "no plan", "step", "cost", "offloaded", "recomputed")
+    yield Table(columns, tuple(rows), frozenset(range(1, len(columns))))
+
+
+def _budget(point: JointPoint, top: JointPoint) -> str:
+    named = next((p.name for p in (point.joint, point.offload, point.recompute) if p), "")
+    return named or f"{-(-100 * point.limit_bytes // top.limit_bytes)}%"
+
+
+def _cells(point: CurvePoint | None) -> tuple[str, str]:
+    """Step time and peak."""
+    if point is None:
+        return "none", ""
+    step = "" if point.step_ms is None else f"{point.step_ms:,.1f} ms"
+    return step, format_size(point.peak_bytes)
+
+
+def _break_even(curve: Sequence[JointPoint]) -> Iterator[Block]:
+    rows = [
+        (_budget(point, curve[0]), *map(_rate, _rates(point)))
+        for point in curve
+        if any(_rates(point))
+    ]
+    if rows:
+        yield Heading("Break-even: bytes freed by a millisecond of waiting or of computing again")
+        yield Table(("budget", "offload", "recompute"), tuple(rows), frozenset((0, 1, 2)))
+
+
+def _rates(point: JointPoint) -> tuple[float | None, float | None]:
+    return point.offload_bytes_per_ms, point.recompute_bytes_per_ms
+
+
+def _rate(bytes_per_ms: float | None) -> str:
+    return "" if bytes_per_ms is None else f"{format_size(round(bytes_per_ms))}/ms"
+
+
 def _title(predicted: Predicted, asked: Asked) -> str:
     if asked.budget_bytes is None:
         return "No budget: nothing moves"
@@ -106,10 +187,13 @@ def _table(predicted: Predicted, moved: Moved) -> Table:
     ]
     if predicted.time is not None:
         rows.append(("step", *_step_cells(predicted.time)))
-    rows.append(("moved each way", "", format_size(moved.transfer_bytes), ""))
     columns = ("predicted", "no plan", "plan", "delta")
-    if not moved.storages:
-        return Table(columns[:2], tuple(row[:2] for row in rows[:-1]), frozenset((1,)))
+    if moved.nothing:
+        return Table(columns[:2], tuple(row[:2] for row in rows), frozenset((1,)))
+    if moved.recomputed:
+        rows.append(("computed again", "", f"{moved.recompute_us / 1000:,.1f} ms", ""))
+    if moved.storages:
+        rows.append(("moved each way", "", format_size(moved.transfer_bytes), ""))
     return Table(columns, tuple(rows), frozenset((1, 2, 3)))
 
 
@@ -134,7 +218,7 @@ def _lines(predicted: Predicted, asked: Asked, moved: Moved) -> Iterator[tuple[s
             "",
             f"{moved.never_reloaded:,} of them never come back: the backward reads nothing on them",
         )
-    if predicted.time is not None and moved.storages:
+    if predicted.time is not None and not moved.nothing:
         yield "step", _time(predicted.time)
     if predicted.plan.op_target:
         yield "peak", _where(predicted.plan)
@@ -161,14 +245,15 @@ def _lines(predicted: Predicted, asked: Asked, moved: Moved) -> Iterator[tuple[s
 
 def _answer(predicted: Predicted, asked: Asked, moved: Moved) -> str:
     limit = asked.budget_bytes
-    if not moved.storages:
+    if moved.nothing:
         if limit == 0:
             return "nothing can move"
         if limit and asked.text != "floor" and predicted.no_plan.peak_bytes <= limit:
             return "it fits already: nothing moves"
         return "nothing that can move lowers the peak"
-    count = counted(moved.storages, "storage")
-    said = f"moves {count}"
+    actions = (("recomputes", moved.recomputed), ("offloads", moved.storages))
+    done = [f"{action} {counted(count, 'storage')}" for action, count in actions if count]
+    said = " and ".join(done)
     if predicted.time is not None:
         cost = predicted.time.step_ms / predicted.time.no_plan_ms - 1
         said += f", which costs {_share(cost)} of the step" if cost >= 5e-4 else ", at no cost"
@@ -221,7 +306,7 @@ def _largest(rows: Sequence[LargeStorage]) -> Listing:
 
 def _parts_table(predicted: Predicted, moved: Moved) -> Table:
     arms = [("no plan", predicted.no_plan), ("plan", predicted.plan)]
-    if not moved.storages:
+    if moved.nothing:
         del arms[1:]
     rows = [
         (part.replace("_", " "), *(format_size(arm.parts.get(part, 0)) for _, arm in arms))
