@@ -296,7 +296,7 @@ def test_storages_are_gone_when_the_forward_ends(name):
                 loss = loss_of(replay.forward())
                 live_bytes.append(live.live_bytes)
                 loss.backward()
-    moved = sum(entry.size_bytes for entry in plan.storages if entry.action == "moved")
+    moved = sum(entry.size_bytes for entry in plan.storages if entry.action == "offload")
     assert moved == plan.moved_bytes
     assert live_bytes[0] - live_bytes[1] == moved
 

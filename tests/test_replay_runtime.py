@@ -592,7 +592,7 @@ def test_runs_of_one_graph_that_are_planned_differently_are_refused():
     last = max(transfer.region for transfer in plan.transfers)
     kept = tuple(t for t in plan.transfers if t.region != last)
     entries = tuple(
-        msgspec.structs.replace(entry, action="kept") if entry.region == last else entry
+        msgspec.structs.replace(entry, action="keep") if entry.region == last else entry
         for entry in plan.storages
     )
     plan = msgspec.structs.replace(plan, transfers=kept, storages=entries)

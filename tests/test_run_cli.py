@@ -309,7 +309,7 @@ def test_a_plan_is_replayed_as_it_is_where_nothing_else_is_asked_for(plan, trace
         Wanted(budget=EVERYTHING),
         Wanted(device="cpu", rules="whole-storage"),
     ):
-        assert plans_to_replay(made, wanted) == Replays((made,), made)
+        assert plans_to_replay(made, wanted) == Replays((made,), made, without_transfers(made))
     assert traced == []
 
 
@@ -317,7 +317,7 @@ def test_budget_0_plans_again_from_the_choices_of_the_plan(plan, traced):
     made = load_plan(plan)
     wanted = Wanted(budget=EVERYTHING, verify=False)
     replays = plans_to_replay(without_transfers(made), wanted)
-    assert replays == Replays((made,), made)
+    assert replays == Replays((made,), made, without_transfers(made))
     assert traced == ["cpu"]
 
 
@@ -326,6 +326,23 @@ def test_what_is_planned_to_be_verified_is_predicted_for_deterministic_kernels(p
     found = plans_to_replay(without_transfers(made), Wanted(budget=EVERYTHING)).plan
     assert found.predicted.conditions == Conditions(deterministic=True)
     assert found.transfers == made.transfers
+
+
+def test_other_actions_plan_again(plan, traced):
+    made = load_plan(plan)
+    found = plans_to_replay(made, Wanted(actions=("keep", "recompute"), verify=False)).plan
+    assert (found.actions, found.budget, found.transfers) == (("keep", "recompute"), 0, ())
+    again = plans_to_replay(found, Wanted(budget=EVERYTHING, verify=False)).plan
+    assert again == found
+    assert traced == ["cpu"]
+    assert plans_to_replay(found, Wanted(actions=made.actions, verify=False)).plan == made
+
+
+def test_what_is_no_set_of_actions_is_refused(plan, traced):
+    found = CliRunner().invoke(app, ["run", str(plan), "--actions", "offload"])
+    assert found.exit_code == 2
+    assert "not keep, and others of recompute, offload" in found.stderr
+    assert traced == []
 
 
 def test_other_rules_plan_again(plan, traced):
@@ -581,7 +598,9 @@ def test_a_plan_that_fits_into_host_memory_is_replayed_as_it_is(plan, traced):
     made = load_plan(plan)
     needed = laid_out_bytes(made.transfers)
     for limits in (HostLimits(), short_of(needed)):
-        assert plans_to_replay(made, Wanted(limits=limits)) == Replays((made,), made)
+        assert plans_to_replay(made, Wanted(limits=limits)) == Replays(
+            (made,), made, without_transfers(made)
+        )
     assert plans_to_replay(made, Wanted(host_budget_bytes=needed)).plan == made
     assert traced == []
 

@@ -100,6 +100,7 @@ def cause_of(failed: BaseException) -> BaseException:
         ({"budget": "120%"}, "over 0% and at most 100%"),
         ({"compiler": "eager"}, "compiler is 'eager'"),
         ({"rules": "some"}, "rules is 'some'"),
+        ({"actions": "offload"}, "not keep, and others of recompute, offload"),
         ({"on_unknown": "panic"}, "on_unknown is 'panic'"),
         ({"min_size": "5 apples"}, "apples"),
         ({"min_size": -5}, "min_size is -5"),
@@ -184,6 +185,15 @@ def test_a_budget_moves_and_changes_no_bit(budget):
     assert ran.plans == 1
     assert ran.stats.lease_count == 3
     assert ran.stats.offload_count == ran.stats.reload_count
+
+
+def test_without_offload_among_the_actions_nothing_is_moved():
+    with small_backend(budget=0, actions="keep,recompute") as made:
+        run_loop(plain_steps, Net, made)
+        (plan,) = made.plans
+        assert plan.actions == ("keep", "recompute")
+        assert plan.movable_bytes
+        assert made.stats().offload_count == 0
 
 
 def test_a_size_moves_as_little_as_keeps_the_peak_within_it():

@@ -131,7 +131,7 @@ def _traced(request: TraceRequest) -> Traced:
         compiler=request.compiler,
     )
     with _repeatable(request.verify):
-        facts = trace(request.spec, request.params, options)
+        facts = trace(request.spec, request.params, options, choices=request.choices)
     write_atomically(request.graph, save_graph(facts), GRAPH_FILE)
     return Traced()
 

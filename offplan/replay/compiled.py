@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, TypeVar
@@ -28,8 +28,9 @@ from typing import Any, TypeVar
 import torch
 
 from offplan.errors import PlanError, TargetError
-from offplan.graph import Compiler, GraphFacts, TargetRef
+from offplan.graph import Compiler, GraphFacts, TargetRef, digest
 from offplan.plan import Plan, check_plan
+from offplan.recompute import apply
 from offplan.replay.graphs import NOTHING_MOVES, CompiledGraph, Graphs, Placement
 from offplan.replay.layout import Layout, layouts
 from offplan.replay.localize import localized, other_graphs, torch_version
@@ -55,6 +56,7 @@ from offplan.trace._torch import (
 from offplan.trace.attention import choose_attention
 from offplan.trace.backend import (
     Recorder,
+    Run,
     compile_settings,
     model_tensors,
     quiet_logs,
@@ -62,7 +64,8 @@ from offplan.trace.backend import (
 )
 from offplan.trace.build import Placer
 from offplan.trace.compilers import PARTITIONERS
-from offplan.trace.facts import RegionTemplate
+from offplan.trace.facts import FactsBuilder, RegionTemplate
+from offplan.trace.recompute import chosen_ops, twins_differ
 from offplan.transfers import Transfer
 
 
@@ -205,9 +208,10 @@ class Replay(Steps):
             warnings.simplefilter("ignore")
             output = self._compiled(*self.target.args, **self.target.kwargs)
         recorder.check()
-        facts = self._facts_of(recorder)
+        facts = self._facts_of(recorder.builder, recorder)
         if self.plan is not None:
             check_plan(facts, self.plan)
+            self._check_base(self.plan, recorder)
         self.facts = facts
         return output
 
@@ -221,7 +225,21 @@ class Replay(Steps):
         with choose_attention(torch.cuda.get_device_capability(self.device), override):
             yield
 
-    def _facts_of(self, recorder: Recorder) -> GraphFacts:
+    def _check_base(self, plan: Plan, recorder: Recorder) -> None:
+        """Prove that the choices of the plan were made for these graphs, and are safe for them."""
+        if not plan.choices:
+            return
+        builder = FactsBuilder()
+        for graph, run in self._step.runs:
+            template = graph.base or graph.template
+            assert template is not None
+            run.add(builder, template)
+        base = self._facts_of(builder, recorder)
+        if digest(base) != plan.base_digest:
+            raise other_graphs(plan, "those that it has ops run again of are others")
+        apply(base, plan.choices)
+
+    def _facts_of(self, builder: FactsBuilder, recorder: Recorder) -> GraphFacts:
         plan, is_cuda = self.plan, self.device.type == "cuda"
         return GraphFacts(
             target=TargetRef("", {}) if plan is None else plan.target,
@@ -232,9 +250,9 @@ class Replay(Steps):
             compiler=self.compiler,
             partitioner="min-cut" if plan is None else plan.partitioner,  # type: ignore[arg-type]
             model=model_tensors(self.target.model),
-            storages=tuple(recorder.builder.storages),
-            values=tuple(recorder.builder.values),
-            regions=tuple(recorder.builder.regions),
+            storages=tuple(builder.storages),
+            values=tuple(builder.values),
+            regions=tuple(builder.regions),
             breaks=tuple(recorder.breaks),
         )
 
@@ -286,14 +304,32 @@ class _CompiledStep(Graphs):
         super().__init__(compiler, "min-cut" if plan is None else plan.partitioner, runtime)
         self.plan = plan
         self.layouts = layouts
+        self.choices = {} if plan is None else {c.region: frozenset(c.ops) for c in plan.choices}
+        self.runs: list[tuple[CompiledGraph, Run]] = []
 
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:
         self.recorder = recorder
+        self.runs.clear()
         try:
             yield
         finally:
             self.recorder = None
+
+    def choice(self, graph: CompiledGraph, base: RegionTemplate) -> Collection[int] | None:
+        """What the plan has run again of the region that a graph just compiled is first run as."""
+        if self.plan is None or not self.choices:
+            return None
+        if self.recorder is None:
+            before = self.compiled_before(base)
+            return None if before is None else before.again
+        region = self.recorder.region_count
+        again, count = self.choices.get(region), len(base.forward.ops)
+        if again and max(again) >= count:
+            raise other_graphs(
+                self.plan, f"op {max(again)} of region {region} is to run again, it has {count}"
+            )
+        return again
 
     def placement(self, graph: CompiledGraph, template: RegionTemplate) -> Placement:
         """The transfers of the region that a graph just compiled is first run as."""
@@ -313,6 +349,7 @@ class _CompiledStep(Graphs):
         assert template is not None
         region = recorder.region_count
         if self.plan is not None and region != graph.region:
+            self._check_twins(graph, region)
             again = localized(self.plan, region, template)
             if _moved(again) != _moved(graph.transfers):
                 raise PlanError(
@@ -320,7 +357,16 @@ class _CompiledStep(Graphs):
                     "not move the same of both",
                     fix="plan so that all runs of a layer are treated alike (--budget 0)",
                 )
-        recorder.record(template, keys, results, graph.prefix)
+        run = recorder.record(template, keys, results, graph.prefix)
+        self.runs.append((graph, run))
+
+    def _check_twins(self, graph: CompiledGraph, region: int) -> None:
+        """Refuse a choice for a region that is another run of ``graph``, but not its own choice."""
+        if graph.base is None or graph.region is None:
+            return
+        by_itself = chosen_ops(graph.base)
+        if self.choices.get(region, by_itself) != self.choices.get(graph.region, by_itself):
+            raise twins_differ(graph.region, region)
 
 
 def _moved(transfers: Sequence[Transfer]) -> set[tuple[Any, ...]]:

@@ -2,7 +2,9 @@
 
 1.  A *compiled graph* is what one captured graph became: a pair of forward and backward, with the
     transfers that its owner placed in it when it was partitioned, or a forward alone.
-2.  Its owner, a set of ``Graphs``, says which transfers, and hears of runs while it records them.
+2.  Its owner, a set of ``Graphs``, says which transfers, and before that, when it has seen the
+    *base* that the partitioner makes by itself, which ops of its forward the backward computes
+    again; and it hears of runs while it records them.
 
 Torch's compiler keeps what it compiled as long as the model's code lives; all that it holds of a
 graph is a weak reference, so the owner decides how long graphs live.
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -24,6 +26,7 @@ from offplan.replay.rewrite import Undo, insert_transfers
 from offplan.replay.runtime import ReplayError, Runtime, TransferOps
 from offplan.trace._torch import TracingContext
 from offplan.trace.backend import (
+    Joint,
     Recorder,
     local_paths,
     read_without_gradient,
@@ -60,6 +63,18 @@ class Graphs(ABC):
     @abstractmethod
     def placement(self, graph: CompiledGraph, template: RegionTemplate) -> Placement:
         """The transfers of a graph that is being compiled."""
+
+    def choice(self, graph: CompiledGraph, base: RegionTemplate) -> Collection[int] | None:
+        """The ops of the forward of ``base`` that the backward of a graph that is being compiled
+        computes again; None leaves that to torch."""
+        return None
+
+    def compiled_before(self, base: RegionTemplate) -> CompiledGraph | None:
+        """A graph compiled before that has the same base, if there is one."""
+        for known in self.graphs:
+            if known.base is not None and is_equal(known.base, base):
+                return known
+        return None
 
     def placed_before(self, template: RegionTemplate) -> Placement | None:
         """The placement of a graph compiled before that computes the same, if there is one."""
@@ -147,14 +162,16 @@ class CompiledGraph:
         self.paths = paths
         self.example_inputs = example_inputs
         self.callable: Callable[..., Any] | None = None
+        self.base: RegionTemplate | None = None
+        self.again: Collection[int] | None = None
         self.template: RegionTemplate | None = None
         self.region: int | None = None
         self.transfers: Sequence[Transfer] = ()
         self.layout: Layout | None = None
         self.undo: Undo | None = None
         self.prefix = ""
-        # While transfers are chosen for them.
-        self.pair: tuple[fx.GraphModule, fx.GraphModule] | None = None
+        # While it is chosen what runs again, and what moves.
+        self.joint: Joint | None = None
 
     @property
     def owner(self) -> Graphs:
@@ -178,17 +195,12 @@ class CompiledGraph:
         self, joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         owner = self.owner
-        forward, backward, self.template = split_and_read(
-            owner.split,
-            owner.source_name,
-            joint,
-            joint_inputs,
-            num_fwd_outputs=num_fwd_outputs,
-            **options,
-        )
-        self.pair = forward, backward
+        options = {"num_fwd_outputs": num_fwd_outputs, **options}
+        self.joint = Joint(joint, joint_inputs, options, owner.source_name)
+        found = split_and_read(owner.split, self.joint, self._choose)
+        forward, backward, self.template, _ = found
         self.region, self.transfers, self.layout = owner.placement(self, self.template)
-        self.pair = None
+        self.joint = None
         if self.transfers:
             assert self.layout is not None
             self.undo = insert_transfers(
@@ -201,6 +213,11 @@ class CompiledGraph:
                 owner.ops,
             )
         return forward, backward
+
+    def _choose(self, base: RegionTemplate) -> Collection[int] | None:
+        self.base = base
+        self.again = self.owner.choice(self, base)
+        return self.again
 
     def compile_forward(self, module: fx.GraphModule, inputs: Sequence[Any], lower: Lower) -> Any:
         if self.template is None:

@@ -33,8 +33,9 @@ from pathlib import Path
 
 import msgspec
 
-from offplan.budget import Aim, Budget, of_bytes, parse_budget
+from offplan.budget import Action, Aim, Budget, of_bytes, parse_budget
 from offplan.costs import DeviceProfile, profile_for
+from offplan.decide import decide
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES, RuleSet
 from offplan.errors import OffplanError, PlanError, UsageError
 from offplan.files import GRAPH_FILE, write_atomically
@@ -50,7 +51,8 @@ from offplan.measured import (
     planned,
 )
 from offplan.memory import Conditions
-from offplan.plan import Plan, check_plan, make_plan, write_plan
+from offplan.plan import ACTIONS, Plan, check_plan, make_plan, write_plan
+from offplan.recompute import Choice
 from offplan.replay.layout import SLOT_ALIGNMENT_BYTES, laid_out_bytes
 from offplan.replay.limits import (
     MARGIN_BYTES,
@@ -113,6 +115,7 @@ class Wanted:
     device: str | None = None
     compiler: Compiler | None = None
     budget: Budget | None = None
+    actions: tuple[Action, ...] | None = None
     rules: RuleSet | None = None
     compare: tuple[RuleSet, ...] = ()
     verify: bool = True
@@ -125,10 +128,14 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Replays:
-    """The plans to replay, in order; ``plan`` is the one of them that the report is about."""
+    """The plans to replay, in order; ``plan`` is the one of them that the report is about.
+
+    ``nothing`` moves nothing, and has nothing computed again that is not without a plan.
+    """
 
     plans: tuple[Plan, ...]
     plan: Plan
+    nothing: Plan
     notes: tuple[str, ...] = ()
 
 
@@ -151,6 +158,7 @@ class _Choices:
     rules: RuleSet
     min_bytes: int
     budget: Budget | None
+    actions: tuple[Action, ...]
     host_budget_bytes: int | None
     profile: DeviceProfile | None
     conditions: Conditions
@@ -178,7 +186,7 @@ def plans_to_replay(
     is_new = bool(wanted.compare) or wanted.measured_op_times
     is_as_wanted = not is_new and choices == _choices(source, Wanted())
     if isinstance(source, Plan) and is_as_wanted and room.has(source):
-        return Replays((source,), source)
+        return Replays((source,), source, _nothing_of(source, choices, wanted, on_phase))
     if wanted.compare and choices.budget is None:
         raise UsageError("--compare needs plans that move something", fix="add --budget 0")
     facts = _traced(choices, wanted.verify, on_phase)
@@ -192,15 +200,21 @@ def plans_to_replay(
         profile=choices.profile,
         host_bytes=wanted.host_budget_bytes or choices.host_budget_bytes,
         op_ms=op_ms,
+        actions=choices.actions,
     )
+
+    def under(asked: Sequence[Choice]) -> GraphFacts:
+        return _traced(choices, wanted.verify, on_phase, asked)
+
     found = [
-        _made(facts, choices, rules, aim, room)
+        _made(facts, choices, rules, aim, room, under)
         for rules in dict.fromkeys(wanted.compare or (choices.rules,))
     ]
     plans = tuple(plan for plan, _ in found)
     plan = next((plan for plan in plans if plan.rules == choices.rules), plans[-1])
     notes += dict.fromkeys(note for _, note in found if note)
-    return Replays(plans, plan, tuple(notes))
+    nothing = decide(facts, plan.rules, choices.min_bytes, None, aim)
+    return Replays(plans, plan, nothing, tuple(notes))
 
 
 # --- host memory ----------------------------------------------------------------------------------
@@ -246,7 +260,12 @@ def _room(device: str, wanted: Wanted) -> _Room:
 
 
 def _made(
-    facts: GraphFacts, choices: _Choices, rules: RuleSet, aim: Aim, room: _Room
+    facts: GraphFacts,
+    choices: _Choices,
+    rules: RuleSet,
+    aim: Aim,
+    room: _Room,
+    under: Callable[[Sequence[Choice]], GraphFacts],
 ) -> tuple[Plan, str]:
     """The plan, within the host memory that there is; and what was given up for that, or nothing.
 
@@ -254,13 +273,8 @@ def _made(
     """
 
     def made(host_bytes: int | None) -> Plan:
-        return make_plan(
-            facts,
-            rules=rules,
-            min_bytes=choices.min_bytes,
-            budget=choices.budget,
-            aim=replace(aim, host_bytes=host_bytes),
-        )
+        limited = replace(aim, host_bytes=host_bytes)
+        return decide(facts, rules, choices.min_bytes, choices.budget, limited, under)
 
     plan = made(aim.host_bytes)
     if not room.has(plan):
@@ -292,6 +306,7 @@ def _choices(source: Plan | TargetRef, wanted: Wanted) -> _Choices:
             rules=wanted.rules or DEFAULT_RULES,
             min_bytes=DEFAULT_MIN_BYTES,
             budget=wanted.budget,
+            actions=wanted.actions or ACTIONS,
             host_budget_bytes=wanted.host_budget_bytes,
             profile=wanted.profile,
             conditions=Conditions(),
@@ -307,6 +322,7 @@ def _choices(source: Plan | TargetRef, wanted: Wanted) -> _Choices:
         rules=wanted.rules or source.rules,
         min_bytes=source.min_bytes,
         budget=wanted.budget or _budget_of(source),
+        actions=wanted.actions or source.actions,
         host_budget_bytes=source.predicted.host_budget,
         profile=wanted.profile or _profile_of(source, device),
         conditions=source.predicted.conditions,
@@ -344,7 +360,19 @@ def _notes_on_new(plan: Plan, facts: GraphFacts) -> Iterator[str]:
         yield f"planned again, from the target as it is now: {error.what}"
 
 
-def _traced(choices: _Choices, verify_bits: bool, on_phase: OnPhase) -> GraphFacts:
+def _nothing_of(plan: Plan, choices: _Choices, wanted: Wanted, on_phase: OnPhase) -> Plan:
+    """What ``plan`` is compared with: where it has ops run again, from the graphs without that."""
+    if not plan.choices:
+        return without_transfers(plan)
+    facts = _traced(choices, wanted.verify, on_phase)
+    check_plan(facts, plan)
+    aim = Aim(conditions=choices.conditions, profile=choices.profile)
+    return decide(facts, plan.rules, plan.min_bytes, None, aim)
+
+
+def _traced(
+    choices: _Choices, verify_bits: bool, on_phase: OnPhase, under: Sequence[Choice] = ()
+) -> GraphFacts:
     """The graphs of the target, traced on the device by a process of its own."""
     on_phase("tracing")
     with _processes() as processes:
@@ -358,6 +386,7 @@ def _traced(choices: _Choices, verify_bits: bool, on_phase: OnPhase) -> GraphFac
             attention=choices.attention,
             graph=graph,
             verify=verify_bits,
+            choices=tuple(under),
         )
         processes.answer(request, "trace")
         return load_graph(graph)
@@ -430,17 +459,30 @@ def measure(replays: Replays, options: RunOptions, on_phase: OnPhase = _ignore) 
         engine=options.engine,
         arms=tuple(result.arm for result in results),
         verification=verify(results) if options.verify else None,
-        notes=tuple(dict.fromkeys((*replays.notes, *_notes_on_pins(results, options)))),
+        notes=tuple(
+            dict.fromkeys(
+                (*replays.notes, *_notes_on_recomputed(plan), *_notes_on_pins(results, options))
+            )
+        ),
     )
 
 
 def _arms(replays: Replays, engine: Engine) -> list[_Arm]:
     """The arms in order, the first of which moves nothing."""
     plans = [_Arm("plan", each) for each in replays.plans]
-    nothing = without_transfers(replays.plan)
+    nothing = replays.nothing
     if engine == "compiled":
         return [_Arm("no plan", nothing), *plans]
     return [_Arm("no offload", nothing, "hooks"), _Arm("hooks", nothing, "hooks"), *plans]
+
+
+def _notes_on_recomputed(plan: Plan) -> Iterator[str]:
+    if plan.choices:
+        size = sum(each.size_bytes for each in plan.recomputed)
+        yield (
+            f"the backward computes {len(plan.recomputed)} storages of {format_size(size)} again "
+            "that it receives without the plan"
+        )
 
 
 def _notes_on_pins(results: Sequence[ArmResult], options: RunOptions) -> Iterator[str]:
@@ -456,7 +498,7 @@ def _notes_on_pins(results: Sequence[ArmResult], options: RunOptions) -> Iterato
 def without_transfers(plan: Plan) -> Plan:
     """``plan`` with everything that it moves kept."""
     kept = (
-        msgspec.structs.replace(entry, action="kept") if entry.action == "moved" else entry
+        msgspec.structs.replace(entry, action="keep") if entry.action == "offload" else entry
         for entry in plan.storages
     )
     time = plan.predicted.time

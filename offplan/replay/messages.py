@@ -13,10 +13,11 @@ import msgspec
 
 from offplan.graph import Compiler, Partitioner
 from offplan.measured import Arm, Engine, Machine, PinName, What
+from offplan.recompute import Choice
 
 
 class TraceRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Trace ``spec`` for ``device`` and write its graphs to ``graph``.
+    """Trace ``spec`` for ``device`` and write its graphs, under ``choices``, to ``graph``.
 
     ``verify``: as the arms will trace it, which ask for deterministic kernels then.
     """
@@ -29,6 +30,7 @@ class TraceRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     attention: str | None
     graph: Path
     verify: bool
+    choices: tuple[Choice, ...] = ()
 
 
 class OpTimesRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):

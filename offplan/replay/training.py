@@ -5,7 +5,8 @@
     tensors take at that moment (*elsewhere*: other parameters, the optimizer's state, what earlier
     graphs of the step have saved) is not the graph's to spend.
 2.  With a plan that was made before, a graph gets the transfers of the first region of the plan
-    that it is, region by region.  A graph that is none of them is *unknown*: nothing of it is
+    that it is, region by region; where the plan has ops run again, of the first that it becomes
+    when they do.  A graph that is none of them is *unknown*: nothing of it is
     moved, which is said once, or it is planned by itself as in 1 where that was asked for.
 3.  A graph with symbolic sizes is unknown too, whatever was asked for.
 4.  What is compiled without a backward (evaluation) is left alone.
@@ -21,7 +22,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,14 +34,16 @@ import msgspec
 import torch
 from torch import fx
 
-from offplan.budget import Aim, Budget, Outlooks, given_budget, of_bytes, parse_budget
+from offplan.budget import Action, Aim, Budget, given_budget, of_bytes, parse_budget
 from offplan.costs import DeviceProfile, find_profile
+from offplan.decide import Decisions
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES, RULE_SETS, RuleSet
 from offplan.errors import BudgetError, PlanError, UsageError
-from offplan.graph import Compiler, GraphFacts, ModelTensor, Partitioner, TargetRef
+from offplan.graph import Compiler, GraphFacts, ModelTensor, Partitioner, Region, TargetRef
 from offplan.measured import PinName
 from offplan.memory import Conditions, Optimizer
-from offplan.plan import Draft, Plan, load_plan
+from offplan.plan import ACTIONS, Plan, RegionSize, given_actions, load_plan
+from offplan.recompute import Choice, apply
 from offplan.replay.graphs import (
     NOTHING_MOVES,
     CompiledGraph,
@@ -59,7 +63,7 @@ from offplan.trace._torch import (
     inductor_option_names,
     storage_key,
 )
-from offplan.trace.backend import compile_settings
+from offplan.trace.backend import Split, compile_settings
 from offplan.trace.facts import BoundInput, FactsBuilder, RegionTemplate
 from offplan.trace.lowering import lowered_template
 from offplan.units import format_size, parse_size
@@ -93,6 +97,7 @@ class Choices:
 
     plan: Plan | None = None
     budget: Budget | None = None
+    actions: tuple[Action, ...] = ACTIONS
     rules: RuleSet = DEFAULT_RULES
     min_bytes: int = DEFAULT_MIN_BYTES
     partitioner: Partitioner = "min-cut"
@@ -209,6 +214,7 @@ def backend(
     plan: Plan | str | Path | None = None,
     *,
     budget: int | str | None = None,
+    actions: str | Sequence[str] | None = None,
     compiler: Compiler | None = None,
     device: str | torch.device | None = None,
     rules: RuleSet = DEFAULT_RULES,
@@ -228,7 +234,8 @@ def backend(
     ``plan`` is one that was made before (``offplan analyze``, ``offplan.analyze``), or its file;
     without one, each graph is planned when it is compiled, for ``budget``: bytes or ``"80GiB"`` of
     the process, ``"80%"`` of its peak without a plan, ``"auto"`` (what the device has), ``"floor"``
-    or 0 (everything movable).  With neither, nothing is moved.
+    or 0 (everything movable).  With neither, nothing is moved.  ``actions`` are those that may be
+    taken, ``"keep"`` among them; all, or those of ``plan``, unless given.
 
     ``compiler`` is ``inductor`` unless a plan says otherwise.  ``optimizer`` and ``accumulate`` say
     what will be there that is not yet when the model is compiled: the optimizer's state, and
@@ -255,6 +262,7 @@ def backend(
     choices = Choices(
         plan=found,
         budget=_budget(budget, found, on_unknown),
+        actions=_actions(actions, found),
         rules=rules if found is None else found.rules,
         min_bytes=_size("min_size", min_size) if found is None else found.min_bytes,
         partitioner=partitioner if found is None else found.partitioner,
@@ -399,6 +407,12 @@ def _budget(budget: int | str | None, plan: Plan | None, on_unknown: OnUnknown) 
     return given_budget(budget)
 
 
+def _actions(actions: str | Sequence[str] | None, plan: Plan | None) -> tuple[Action, ...]:
+    if actions is not None:
+        return given_actions(actions)
+    return ACTIONS if plan is None else plan.actions
+
+
 def _size(name: str, size: int | str) -> int:
     found = parse_size(size) if isinstance(size, str) else size
     if found < 0:
@@ -427,6 +441,10 @@ class _TrainingGraphs(Graphs):
         super().__init__(compiler, choices.partitioner, runtime)
         self.choices = choices
         self.plans: list[Plan] = []
+        # Those of graphs that are being compiled.
+        self._made: weakref.WeakKeyDictionary[CompiledGraph, Plan | None] = (
+            weakref.WeakKeyDictionary()
+        )
         self._taken: set[int] = set()
         self._said: set[str] = set()
         self._layouts = {} if choices.plan is None else layouts(choices.plan.transfers)
@@ -437,6 +455,80 @@ class _TrainingGraphs(Graphs):
             count_aot_call()
         with compile_settings():
             return super().compile(module, example_inputs)
+
+    def choice(self, graph: CompiledGraph, base: RegionTemplate) -> Collection[int] | None:
+        """What the plan that was given has run again, or else one that is made for the graph."""
+        if base.backward is None or _is_symbolic(base):
+            return None
+        plan = self.choices.plan
+        if plan is not None:
+            before = self.compiled_before(base)
+            if before is not None and before.region is not None:
+                return before.again
+            region = self._region_of(plan, graph, base)
+            if region is not None or self.choices.on_unknown == "keep":
+                again = {choice.region: choice.ops for choice in plan.choices}
+                return None if region is None else again.get(region)
+        made = self._made[graph] = self._make(graph, base)
+        return made.choices[0].ops if made is not None and made.choices else None
+
+    def _region_of(self, plan: Plan, graph: CompiledGraph, base: RegionTemplate) -> int | None:
+        """The first region of the plan that ``base`` becomes by it (definition 2)."""
+        again = {choice.region: choice.ops for choice in plan.choices}
+        facts = self._facts(graph, base)
+        for region, size in enumerate(plan.regions):
+            if region in self._taken:
+                continue
+            ops = again.get(region)
+            try:
+                found = apply(facts, () if ops is None else (Choice(0, ops),))
+            except PlanError:
+                continue
+            if _region_size(found.regions[0]) == size:
+                return region
+        return None
+
+    def _make(self, graph: CompiledGraph, base: RegionTemplate) -> Plan | None:
+        """A plan for the budget, of the graph alone; None where there is no budget."""
+        budget, choices, joint = self.choices.budget, self.choices, graph.joint
+        if budget is None:
+            return None
+        assert joint is not None
+        assert joint.base is not None
+        split = _split()
+        elsewhere = _elsewhere_bytes(graph.example_inputs, self.runtime.device, split.saved_bytes)
+        aim = Aim(
+            budget=budget,
+            host_bytes=choices.host_bytes,
+            conditions=choices.conditions,
+            profile=choices.profile,
+            device_bytes=_device_bytes(self.runtime.device, elsewhere),
+            actions=choices.actions,
+        )
+        decisions = Decisions(
+            self._lowered(graph, joint.base),
+            choices.rules,
+            choices.min_bytes,
+            aim,
+            lambda asked: self._lowered(graph, joint.split_again(base, asked[0].ops)),
+        )
+        own = _own_budget(budget, decisions.outlooks.no_plan.peak_bytes, elsewhere)
+        try:
+            plan = decisions.plan(own)
+        except BudgetError as error:
+            raise _with_elsewhere(error, budget, elsewhere) from error
+        held_bytes = plan.predicted.plan.forward_end_bytes
+        split.saved_bytes += held_bytes - decisions.outlooks.resting_bytes
+        self.plans.append(plan)
+        logger.info("%s", _planned_words(plan, elsewhere))
+        return plan
+
+    def _lowered(self, graph: CompiledGraph, found: Split) -> GraphFacts:
+        """The facts of what runs: with Inductor, fused kernels and their buffers."""
+        if self.compiler != "inductor":
+            return self._facts(graph, found.template)
+        lowered = lowered_template(found.template, found.forward, found.backward)
+        return self._facts(graph, lowered)
 
     def placement(self, graph: CompiledGraph, template: RegionTemplate) -> Placement:
         if template.backward is None:
@@ -481,35 +573,8 @@ class _TrainingGraphs(Graphs):
         return None
 
     def _planned(self, graph: CompiledGraph, template: RegionTemplate) -> Placement:
-        budget = self.choices.budget
-        if budget is None:
-            return NOTHING_MOVES
-        if self.compiler == "inductor" and graph.pair is not None:
-            # Predicted is what runs: fused kernels and their buffers.
-            facts = self._facts(graph, lowered_template(template, *graph.pair))
-        else:
-            facts = self._facts(graph, template)
-        draft = Draft(facts, self.choices.rules, self.choices.min_bytes)
-        split = _split()
-        elsewhere = _elsewhere_bytes(graph.example_inputs, self.runtime.device, split.saved_bytes)
-        aim = Aim(
-            budget=budget,
-            host_bytes=self.choices.host_bytes,
-            conditions=self.choices.conditions,
-            profile=self.choices.profile,
-            device_bytes=_device_bytes(self.runtime.device, elsewhere),
-        )
-        outlooks = Outlooks(facts, draft.moves, aim)
-        own = _own_budget(budget, outlooks.no_plan.peak_bytes, elsewhere)
-        try:
-            outlook = outlooks.outlook_for(own)
-        except BudgetError as error:
-            raise _with_elsewhere(error, budget, elsewhere) from error
-        plan = draft.plan(outlook, own)
-        split.saved_bytes += outlook.predicted.plan.forward_end_bytes - outlooks.resting_bytes
-        self.plans.append(plan)
-        logger.info("%s", _planned_words(plan, elsewhere))
-        if not plan.transfers:
+        plan = self._made.get(graph)
+        if plan is None or not plan.transfers:
             return NOTHING_MOVES
         return Placement(0, localized(plan, 0, template), layouts(plan.transfers)[0])
 
@@ -533,6 +598,11 @@ class _TrainingGraphs(Graphs):
             values=tuple(builder.values),
             regions=tuple(builder.regions),
         )
+
+
+def _region_size(region: Region) -> RegionSize:
+    backward_ops = len(region.backward.ops) if region.backward else 0
+    return RegionSize(len(region.forward.ops), backward_ops, len(region.saved))
 
 
 def _is_symbolic(template: RegionTemplate) -> bool:
