@@ -12,17 +12,27 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
 import offplan
 from offplan import gate as gates
-from offplan.budget import Aim, Budget, CurvePoint, Outlooks, parse_budget
+from offplan.budget import (
+    Action,
+    Aim,
+    Budget,
+    CurvePoint,
+    Elsewhere,
+    JointPoint,
+    of_bytes,
+    parse_budget,
+)
 from offplan.costs import PROFILE_FILE, DeviceProfile, find_profile, save_profile
+from offplan.decide import Decisions
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES, RuleSet
 from offplan.errors import OffplanError, UsageError
 from offplan.export import Format, LeftOut, export_plan
@@ -30,8 +40,9 @@ from offplan.files import GRAPH_FILE, PLAN_FILE, check_writable, write_atomicall
 from offplan.graph import Compiler, GraphFacts, Partitioner, TargetRef, load_graph, save_graph
 from offplan.measured import MEASURED_FILE, HostLimits, write_measurement
 from offplan.memory import Conditions
-from offplan.plan import Draft, Plan, load_plan, write_plan
+from offplan.plan import ACTIONS, Plan, given_actions, load_plan, write_plan
 from offplan.progress import Progress
+from offplan.recompute import Choice
 from offplan.report import Timing, analyze_report, render_analyze, render_gate
 from offplan.report.device import render_device, render_host
 from offplan.report.run import render_run, run_report
@@ -135,6 +146,15 @@ BudgetText = Annotated[
         help="The peak to stay within; 0 moves everything movable; without one nothing moves.",
     ),
 ]
+ActionsText = Annotated[
+    str | None,
+    typer.Option(
+        "--actions",
+        metavar="ACTION,ACTION",
+        help="What may be done with what is saved: keep, and any of recompute and offload; all of "
+        "them if not given.",
+    ),
+]
 ProfileText = Annotated[
     str | None,
     typer.Option(
@@ -211,6 +231,7 @@ def analyze(
     rules: Rules = None,
     min_size: MinSize = DEFAULT_MIN_SIZE,
     budget: BudgetText = None,
+    actions: ActionsText = None,
     budgets: Annotated[
         bool, typer.Option("--budgets", help="Show what every budget would cost.")
     ] = False,
@@ -246,6 +267,7 @@ def analyze(
         host_bytes=None if host_budget is None else parse_size(host_budget),
         conditions=Conditions(optimizer, accumulate, expandable_segments),
         profile=_profile(profile),
+        actions=_actions(actions),
     )
     min_bytes = parse_size(min_size)
     request = _Request(target, param or [], device, gpu, attention, compiler, partitioner)
@@ -263,7 +285,9 @@ def analyze(
     if graph is not None:
         write_atomically(graph, save_graph(found.facts), GRAPH_FILE)
     write_plan(output, found.plan)
-    report = analyze_report(found.plan, found.timing, top, found.curve)
+    report = analyze_report(
+        found.plan, found.timing, top, found.curve, found.joint_curve, found.elsewhere
+    )
     typer.echo(render_analyze(report, format, _width()), nl=False)
     for path in (graph, output):
         if path is not None:
@@ -337,6 +361,7 @@ def run(
     ] = str(DEFAULT_PLAN),
     param: Params = None,
     budget: BudgetText = None,
+    actions: ActionsText = None,
     profile: ProfileText = None,
     op_times: OpTimes = "roofline",
     device: Annotated[
@@ -393,6 +418,7 @@ def run(
         device=device,
         compiler=compiler,
         budget=_parse_budget(budget),
+        actions=None if actions is None else given_actions(actions),
         rules=rules,
         compare=compared,
         verify=verify,
@@ -542,7 +568,7 @@ def _plan_of(request: _Request, rules: RuleSet, min_bytes: int) -> Plan:
     if Path(request.target).suffix in (".yaml", ".yml"):
         _refuse_params(request, "a plan file")
         return load_plan(Path(request.target))
-    return _analyzed(request, rules, min_bytes, Aim()).plan
+    return _analyzed(request, rules, min_bytes, Aim(actions=ACTIONS)).plan
 
 
 def _source_of(target: str, params: list[str]) -> Plan | TargetRef:
@@ -564,7 +590,9 @@ class _Analysis:
     facts: GraphFacts
     plan: Plan
     timing: Timing | None
-    curve: tuple[CurvePoint, ...]
+    curve: tuple[CurvePoint, ...] = ()
+    joint_curve: tuple[JointPoint, ...] = ()
+    elsewhere: tuple[Elsewhere, ...] = ()
 
 
 def _analyzed(
@@ -580,17 +608,25 @@ def _analyzed(
     if measured:
         _check_can_measure(request)
     with Progress() as progress:
-        facts, seconds = _facts_of(request, progress)
+        facts, seconds, under = _step_of(request, progress)
         if measured:
             aim = replace(aim, op_ms=_measured_times(facts, progress))
         progress.phase("analysis")
+        # What the search asks of the compiler counts as lowering, too.
+        seconds = dict(seconds)
         start = time.perf_counter()
-        draft = Draft(facts, rules, min_bytes)
-        outlooks = Outlooks(facts, draft.moves, aim)
-        plan = draft.plan(outlooks.outlook(), aim.budget)
+        decisions = Decisions(facts, rules, min_bytes, aim, under)
+        plan = decisions.plan(aim.budget)
         timing = _timing(seconds, time.perf_counter() - start)
-        curve = outlooks.curve(points) if points else ()
-        return _Analysis(facts, plan, timing, curve)
+        if not points:
+            return _Analysis(facts, plan, timing)
+        if points < MANY_BUDGETS or "recompute" not in aim.actions:
+            return _Analysis(facts, plan, timing, curve=decisions.curve(points))
+        joint_curve = decisions.joint_curve(points)
+        budget = aim.budget or of_bytes(joint_curve[len(joint_curve) // 2].limit_bytes)
+        return _Analysis(
+            facts, plan, timing, joint_curve=joint_curve, elsewhere=decisions.elsewhere(budget)
+        )
 
 
 def _check_can_measure(request: _Request) -> None:
@@ -613,11 +649,19 @@ def _measured_times(facts: GraphFacts, progress: Progress) -> dict[str, float]:
     return found
 
 
-def _facts_of(request: _Request, progress: Progress) -> tuple[GraphFacts, dict[str, float]]:
+class _Step(NamedTuple):
+    """A traced step: the seconds that took, and the facts of other choices of what runs again."""
+
+    facts: GraphFacts
+    seconds: dict[str, float]
+    under: Callable[[Sequence[Choice]], GraphFacts] | None
+
+
+def _step_of(request: _Request, progress: Progress) -> _Step:
     if request.target.endswith(GRAPH_SUFFIX):
         _refuse_params(request, "a saved graph")
         _refuse_trace_options(request)
-        return load_graph(Path(request.target)), {}
+        return _Step(load_graph(Path(request.target)), {}, None)
     if Path(request.target).suffix in (".yaml", ".yml"):
         raise UsageError(
             f"{request.target} is not a target: plans are read by gate",
@@ -627,14 +671,14 @@ def _facts_of(request: _Request, progress: Progress) -> tuple[GraphFacts, dict[s
         option = "--attention" if request.attention else "--gpu"
         raise UsageError(f"{option} is about CUDA kernels, so it needs --device cuda")
     progress.phase("starting torch")
-    from offplan.trace.capture import Clock, TraceOptions, trace
+    from offplan.trace.capture import Clock, TraceOptions, traced
 
     options = TraceOptions(
         request.device, request.gpu, request.attention, request.partitioner, request.compiler
     )
     clock = Clock(on_phase=progress.phase)
-    facts = trace(request.target, _parse_params(request.params), options, clock)
-    return facts, clock.seconds
+    step = traced(request.target, _parse_params(request.params), options, clock)
+    return _Step(step.facts, clock.seconds, step.under)
 
 
 def _timing(seconds: dict[str, float], analysis_s: float) -> Timing | None:
@@ -681,6 +725,10 @@ def _parse_params(texts: list[str]) -> dict[str, str]:
 
 def _parse_budget(text: str | None) -> Budget | None:
     return None if text is None else parse_budget(text)
+
+
+def _actions(text: str | None) -> tuple[Action, ...]:
+    return ACTIONS if text is None else given_actions(text)
 
 
 def _profile(text: str | None) -> DeviceProfile | None:

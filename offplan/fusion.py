@@ -57,8 +57,8 @@ KERNEL = "inductor.kernel"
 # were within 0.4% and two up to 1% over (a convolution net, which copies to other layouts, and
 # attention that is checkpointed); 29 peaks of 10 models with everything moved, at 75% and at the
 # floor were all within 0.1%.  That memory is up to 1.5 MB in these steps of 20 to 330 MB, and 9 MB
-# in one of them.  For a GPU it is predicted (``offplan.workspaces``), but no compiled step was
-# measured there yet: the rest of the band is for that.
+# in one of them.  For a GPU it is predicted (``offplan.workspaces``): seven peaks of eight
+# transformer layers on an H200 were at most 0.5% under the measured, five of them not at all.
 BAND = 0.02
 # How many ops the name of a kernel names.
 _NAMED = 6

@@ -36,13 +36,13 @@ class Allowed:
 TABLE = {
     "offplan": Allowed(later="api plan target replay.eager replay.training"),
     "offplan.api": Allowed(
-        "errors units graph eligibility memory costs budget plan",
+        "errors units graph eligibility memory costs budget decide plan",
         later="torch target trace trace.capture",
     ),
     "offplan.__main__": Allowed("cli"),
     "offplan.cli": Allowed(
-        "errors units files gpus graph eligibility memory costs budget plan export gate measured "
-        "progress report report.*",
+        "errors units files gpus graph eligibility memory costs recompute budget decide plan "
+        "export gate measured progress report report.*",
         later="target trace trace.* replay replay.*",
     ),
     # Plain values, and what is computed from them.
@@ -60,6 +60,7 @@ TABLE = {
     "offplan.lifetimes": Allowed("graph footprint"),
     "offplan.memory": Allowed("graph transfers allocator workspaces lifetimes"),
     "offplan.fusion": Allowed("graph transfers"),
+    "offplan.recompute": Allowed("errors graph"),
     "offplan.roofline": Allowed("graph"),
     "offplan.costs": Allowed("errors units files gpus graph roofline"),
     "offplan.curve": Allowed(),
@@ -70,9 +71,20 @@ TABLE = {
         "errors units graph transfers memory curve schedule windows choices"
     ),
     "offplan.budget": Allowed("errors units graph transfers fusion memory costs schedule planner"),
+    "offplan.activations": Allowed("allocator fusion graph recompute windows"),
+    "offplan.program": Allowed("activations schedule"),
+    "offplan.relower": Allowed("graph recompute"),
+    "offplan.joint": Allowed(
+        "errors graph transfers windows roofline costs budget recompute activations program"
+    ),
+    "offplan.decide": Allowed(
+        "units fusion graph eligibility costs budget recompute activations program relower joint "
+        "plan"
+    ),
     # make_plan calls the planner; check_plan, which proves what it made, must not (tested below).
     "offplan.plan": Allowed(
-        "errors units files gpus graph footprint eligibility transfers fusion memory budget"
+        "errors units files gpus graph footprint eligibility transfers fusion memory recompute "
+        "budget"
     ),
     "offplan.exported": Allowed(),
     "offplan.export": Allowed("errors units files graph plan transfers exported"),
@@ -97,18 +109,23 @@ TABLE = {
     "offplan.trace.facts": Allowed("errors graph trace._torch trace.sources", torch=True),
     "offplan.trace.compilers": Allowed("errors graph trace._torch", torch=True),
     "offplan.trace.lowering": Allowed("graph trace._torch trace.compilers trace.facts", torch=True),
+    "offplan.trace.recompute": Allowed("errors trace._torch trace.facts", torch=True),
     "offplan.trace.backend": Allowed(
-        "errors graph target trace._torch trace.compilers trace.facts trace.sources", torch=True
+        "errors graph target trace._torch trace.compilers trace.facts trace.recompute "
+        "trace.sources",
+        torch=True,
     ),
-    "offplan.trace.capture": Allowed("errors gpus graph target trace trace.*", torch=True),
+    "offplan.trace.capture": Allowed(
+        "errors gpus graph recompute target trace trace.*", torch=True
+    ),
     # From a plan to a run on a GPU.
     "offplan.replay": Allowed("replay.*", torch=True),
     # What the command line reads before it starts anything.
     "offplan.replay.limits": Allowed("errors units measured"),
     "offplan.replay.layout": Allowed("transfers"),
     "offplan.replay.*": Allowed(
-        "errors units files gpus graph footprint eligibility transfers fusion memory roofline "
-        "costs budget plan measured target "
+        "errors units files gpus graph footprint eligibility transfers recompute fusion memory "
+        "roofline costs budget plan decide measured target "
         "trace trace.* replay replay.*",
         torch=True,
     ),

@@ -18,8 +18,10 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from offplan.api import analyze as analyze_in_a_script
 from offplan.cli import app
 from offplan.costs import profile_for, profile_text
+from offplan.errors import UsageError
 from offplan.plan import Plan, load_plan
 
 ROOT = Path(__file__).parent.parent
@@ -223,6 +225,39 @@ def test_what_is_no_budget_is_refused_before_the_trace(deep, text, monkeypatch):
     assert "Traceback" not in found.stderr
 
 
+@pytest.mark.parametrize("text", ["", "offload", "keep,swap", "keep,keep", "keep offload"])
+def test_what_is_no_set_of_actions_is_refused_before_the_trace(deep, text, monkeypatch):
+    monkeypatch.setattr("offplan.trace.capture.trace", None)
+    found = analyze("deep.py", "--actions", text)
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert found.stderr.startswith(f"error: actions {text}: not keep, and others of ")
+    assert "  try: for example: --actions keep,offload\n" in found.stderr
+
+
+@pytest.mark.parametrize("actions", ["keep", "recompute,keep"])
+def test_without_offload_among_the_actions_nothing_moves(deep, actions):
+    every, _ = planned("cpu", "--budget", "0")
+    assert (every.actions, every.choices) == (("keep", "recompute", "offload"), ())
+    plan, found = planned("cpu", "--budget", "0", "--actions", actions)
+    assert plan.actions == tuple(sorted(actions.split(",")))
+    assert (plan.transfers, plan.moved_bytes, plan.choices) == ((), 0, ())
+    assert (plan.movable_bytes, plan.saved_bytes) == (every.movable_bytes, every.saved_bytes)
+    assert "nothing can move" in found.stdout
+
+
+def test_a_script_restricts_actions_as_the_command_does(deep):
+    restricted = ("--budget", "floor", "--actions", "keep,offload", "--device", "cpu")
+    found = offplan("analyze", "deep.py", *restricted, "-o", "cli.plan.yaml")
+    assert found.exit_code == 0, found.stderr
+    for actions in ("keep,offload", ("offload", "keep")):
+        plan = analyze_in_a_script(
+            "deep.py", budget="floor", actions=actions, device="cpu", compiler="aot_eager"
+        )
+        assert plan == Plan.load("cli.plan.yaml")
+    with pytest.raises(UsageError, match="not keep, and others"):
+        analyze_in_a_script("deep.py", actions=("offload",))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("text", ["1KiB", "1%"])
 def test_an_infeasible_budget_exits_3_with_a_floor_that_then_works(deep, device, text):
@@ -258,7 +293,8 @@ def test_host_memory_that_is_too_small_raises_the_floor_and_is_named(deep):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_curve_goes_from_no_plan_to_the_floor(deep, device):
-    plan, found = planned(device, "--budget", "90%", "--budgets", "--format", "json")
+    moving = ("--actions", "keep,offload", "--budget", "90%", "--budgets")
+    plan, found = planned(device, *moving, "--format", "json")
     curve = json.loads(found.stdout)["curve"]
     assert len(curve) == 17
     assert [point["name"] for point in curve] == ["no plan", *[""] * 15, "floor"]
@@ -273,11 +309,28 @@ def test_the_curve_goes_from_no_plan_to_the_floor(deep, device):
         assert set(times) == {None}
     else:
         assert times == sorted(times)
-    _, found = planned(device, "--budget", "90%", "--budgets")
+    _, found = planned(device, *moving)
     rows = found.stdout[found.stdout.index("What each budget would cost") :].splitlines()[2:]
     assert len(rows) == 17
     assert (" no plan " in rows[0], " floor " in rows[-1]) == (True, True)
     assert (("█" in rows[0]), ("%" in rows[1])) == (device == "cuda", True)
+
+
+def test_the_joint_curve_is_never_slower_than_an_action_alone(deep):
+    _, found = planned("cuda", "--budget", "90%", "--budgets", "--format", "json")
+    report = json.loads(found.stdout)
+    assert report["curve"] == []
+    curve = report["joint_curve"]
+    assert len(curve) == 17
+    for point in curve:
+        for alone in ("offload", "recompute"):
+            if point[alone] is not None:
+                assert point["joint"]["step_ms"] <= 1.005 * point[alone]["step_ms"]
+    machines = [each["name"] for each in report["elsewhere"]]
+    assert machines == ["as it is", "a link twice as fast", "a GPU half as fast"]
+    _, found = planned("cuda", "--budget", "90%", "--budgets")
+    assert "with all actions and with one alone" in found.stdout
+    assert "a link twice as fast" in found.stdout
 
 
 def test_without_a_budget_a_few_points_are_shown_and_with_one_none(deep):
@@ -361,6 +414,8 @@ def test_a_budget_of_a_saved_graph_gives_the_plan_of_its_target(deep, text):
         ["--device", "cpu", "--budget", "floor", "--accumulate"],
         ["--device", "cpu", "--budget", "100.5 MB", "--optimizer", "adafactor"],
         ["--device", "cpu", "--budget", "95%", "--profile", "t4"],
+        ["--device", "cpu", "--budget", "floor", "--actions", "offload,keep"],
+        ["--device", "cpu", "--actions", "keep"],
         ["--device", "cpu", "-p", "layers=2", "--rules", "last-holder", "--host-budget", "2MiB"],
         pytest.param(["--budget", "auto", "--expandable-segments"], marks=needs_cuda_build),
         pytest.param(["--budget", "90%", "--profile", "h100"], marks=needs_cuda_build),
