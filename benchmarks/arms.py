@@ -8,6 +8,7 @@ events of one more step of each arm are kept there, to be laid beside a predicti
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import gzip
 import json
@@ -22,20 +23,22 @@ import msgspec
 import torch
 from turns import Turns
 
-from offplan.budget import Aim, Budget, Outlooks
+from offplan.budget import Action, Aim, Budget, Outlooks
 from offplan.costs import AttentionRate, DeviceProfile, op_times_ms, profile_for
+from offplan.decide import decide
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES
 from offplan.errors import UsageError
 from offplan.fusion import as_run, fused
 from offplan.graph import Compiler, save_graph
 from offplan.memory import Conditions, Memory
-from offplan.plan import Draft, Plan, dump_plan
+from offplan.plan import ACTIONS, Draft, Plan, dump_plan
+from offplan.recompute import apply
 from offplan.replay.arm import DrawnOn
 from offplan.replay.compiled import Replay, build_real, loss_of
 from offplan.replay.fingerprint import fingerprints
 from offplan.replay.gauge import CpuGauge, CudaGauge
 from offplan.replay.optimes import measured_op_times
-from offplan.trace.capture import TraceOptions, trace
+from offplan.trace.capture import TracedStep, TraceOptions, traced
 
 WARM_UP = 2
 
@@ -80,6 +83,8 @@ class Arms:
         self.op_ms: dict[str, float] = {}
         self.profile: DeviceProfile | None = None
         self.facts: Any = None
+        # With Inductor.
+        self.step: TracedStep | None = None
 
     def no_plan(self) -> dict[str, Any]:
         """The arm without a plan; afterwards ``facts`` and measured op times are known."""
@@ -95,6 +100,12 @@ class Arms:
         return Aim(
             budget=budget, op_ms=self.op_ms, conditions=self.conditions, profile=self.profile
         )
+
+    def joint_plan(self, budget: Budget, actions: tuple[Action, ...] = ACTIONS) -> Plan:
+        """The plan of several actions."""
+        aim = dataclasses.replace(self.aim(budget), actions=actions)
+        under = None if self.step is None else self.step.under
+        return decide(self.facts, DEFAULT_RULES, DEFAULT_MIN_BYTES, budget, aim, under)
 
     def plan(self, budget: Budget | None, rules: str = DEFAULT_RULES) -> Plan:
         draft = self.draft(rules)
@@ -130,13 +141,17 @@ class Arms:
             return
         # What Inductor makes of the graphs, which a replay does not ask for.
         options = TraceOptions(device=self.device.type, compiler=self.compiler)
-        self.facts = trace(self.spec, self.params, options)
+        self.step = traced(self.spec, self.params, options)
+        self.facts = self.step.facts
         if self.facts.gpu:
             self.profile = _as_fast(profile_for(self.facts.gpu), self.facts, found["step_ms"])
 
     def beside(self, found: dict[str, Any], plan: Plan) -> dict[str, Any]:
         """What was measured, with what ``plan`` predicts and how far off that is."""
-        ran = as_run(self.facts, plan.transfers)
+        facts = self.facts
+        if plan.choices:
+            facts = self.step.under(plan.choices) if self.step else apply(facts, plan.choices)
+        ran = as_run(facts, plan.transfers)
         around = Memory(ran.facts, self.conditions).reserved_range(ran.transfers)
         predicted = {**_predicted(plan), "reserved_range": [around.least_bytes, around.most_bytes]}
         found = {**found, "predicted": predicted}

@@ -119,24 +119,24 @@ def others_child(spec: str, params: dict[str, str], device: str) -> Iterator[dic
 
     arms = Arms(spec, params, device, STEPS, compiler="inductor")
     model = arms.target.model
-    yield {"arm": {"name": "inductor", **_compiled(arms)}}
+    yield {"arm": {"name": "inductor", **compiled(arms)}}
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        yield {"arm": {"name": "checkpointed", **_compiled(arms)}}
+        yield {"arm": {"name": "checkpointed", **compiled(arms)}}
         model.gradient_checkpointing_disable()
     if not hasattr(functorch_config, "enable_activation_offloading"):
         yield {"torch's pass": f"torch {torch.__version__} has none"}
         return
     try:
         with functorch_config.patch(enable_activation_offloading=True):
-            found = _compiled(arms)
+            found = compiled(arms)
     except Exception as error:
         yield {"torch's pass": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
         return
     yield {"arm": {"name": "torch's pass", **found}}
 
 
-def _compiled(arms: Any) -> dict[str, Any]:
+def compiled(arms: Any) -> dict[str, Any]:
     import time
 
     import torch

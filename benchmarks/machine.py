@@ -42,8 +42,8 @@ class Results:
             raise SystemExit("there is no GPU here; --device cpu --small tries the script out")
         name = self.machine["gpu"] if device == "cuda" else "cpu"
         name = re.sub(r"^nvidia-", "", name.lower().replace(" ", "-"))
-        self.command = f"python benchmarks/{topic}.py {what}"
-        self.path = out / f"{name}-{topic}-{what}.json"
+        self.command = f"python benchmarks/{topic}.py {what or 'run'}"
+        self.path = out / ("-".join(filter(None, (name, topic, what))) + ".json")
         self.start = time.perf_counter()
         self.lock = threading.Lock()
         out.mkdir(parents=True, exist_ok=True)

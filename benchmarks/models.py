@@ -44,10 +44,16 @@ def _decoder(config: Any, batch: int, seq: int, labels: bool, checkpoint: bool =
 
 
 def llama(
-    layers: int = 3, batch: int = 4, seq: int = 2048, labels: bool = True, checkpoint: bool = False
+    layers: int = 3,
+    batch: int = 4,
+    seq: int = 2048,
+    labels: bool = True,
+    checkpoint: bool = False,
+    vocabulary: int = 32000,
 ):
+    """With 16 layers and a vocabulary of 128256 as wide as Llama-3.2-1B."""
     config = transformers.LlamaConfig(
-        vocab_size=32000,
+        vocab_size=vocabulary,
         hidden_size=2048,
         intermediate_size=8192,
         num_hidden_layers=layers,
@@ -59,9 +65,17 @@ def llama(
     return _decoder(config, batch, seq, labels, checkpoint)
 
 
-def qwen3(layers: int = 3, batch: int = 4, seq: int = 2048, labels: bool = True):
+def qwen3(
+    layers: int = 3,
+    batch: int = 4,
+    seq: int = 2048,
+    labels: bool = True,
+    vocabulary: int = 50000,
+    tied: bool = False,
+):
+    """Tied, with 28 layers and a vocabulary of 151936, as wide as Qwen3-1.7B."""
     config = transformers.Qwen3Config(
-        vocab_size=50000,
+        vocab_size=vocabulary,
         hidden_size=2048,
         intermediate_size=6144,
         num_hidden_layers=layers,
@@ -69,7 +83,7 @@ def qwen3(layers: int = 3, batch: int = 4, seq: int = 2048, labels: bool = True)
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=4096,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
     return _decoder(config, batch, seq, labels)
 

@@ -141,7 +141,9 @@ _RANDOM = (
     "exponential", "geometric", "cauchy", "log_normal", "poisson", "binomial", "rrelu_with_noise",
     "philox", "inductor_seed", "_fused_dropout", "_standard_gamma", "alpha_dropout",
     "_flash_attention_forward_no_dropout", "_cudnn_rnn", "miopen_rnn", "lstm", "gru", "rnn_tanh",
-    "rnn_relu",
+    "rnn_relu", "_lstm_mps", "_cudnn_init_dropout_state", "_fill_mem_eff_dropout_mask",
+    "_nested_tensor_softmax_with_shape", "_sample_dirichlet", "feature_alpha_dropout",
+    "feature_dropout", "rrelu",
 )  # fmt: skip
 # Where attention has its dropout, as a position among the arguments.
 _DROPOUT_AT = {
@@ -150,7 +152,12 @@ _DROPOUT_AT = {
     "_scaled_dot_product_efficient_attention": 5,
     "_scaled_dot_product_cudnn_attention": 5,
     "_scaled_dot_product_fused_attention_overrideable": 4,
+    "_scaled_dot_product_attention_math": 4,
     "_scaled_dot_product_attention_math_for_mps": 4,
+    "scaled_dot_product_attention": 4,
+    "_fused_sdp_choice": 4,
+    "_triton_scaled_dot_attention": 3,
+    "_cudnn_attention_forward": 9,
     "_flash_attention_forward": 7,
     "_efficient_attention_forward": 8,
 }

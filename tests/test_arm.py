@@ -412,7 +412,9 @@ UNSEEN_BYTES = {
 }
 # Nor is there a prediction to the byte for ops between the graphs, for a saved random-number state
 # whose size is unknown when traced, and for the scalars by which a loss of many terms is added up.
-INEXACT = frozenset({"abandoned_frame", "checkpointed_dropout", "dict_output"})
+INEXACT = frozenset(
+    {"abandoned_frame", "checkpointed_dropout", "checkpointed_noise", "dict_output"}
+)
 
 
 def plans_of(facts: GraphFacts) -> list[Plan]:

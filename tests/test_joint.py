@@ -85,7 +85,8 @@ def test_every_plan_is_within_its_budget_and_its_bound(drawn: Drawn, seed: int) 
 @given(MODELS, st.floats(0.0, 1.0))
 def test_all_actions_are_never_slower_than_either_alone(drawn: Drawn, share: float) -> None:
     """Of moving alone, the same plan is tried.  Of computing again alone, a program that moves
-    nothing is solved as well."""
+    nothing is solved as well; but plans of the floor are not, if what is found is within a tenth of
+    the bound."""
     facts = drawn.build()
     search = joint(facts)
     (limit,) = limits_of(search, share)
@@ -95,7 +96,7 @@ def test_all_actions_are_never_slower_than_either_alone(drawn: Drawn, share: flo
     if moving is not None:
         assert found.step_ms <= moving.step_ms
     if again is not None:
-        assert found.step_ms <= again.step_ms * 1.005
+        assert found.step_ms <= again.step_ms * 1.1
 
 
 @settings(DRAWN, max_examples=8)
