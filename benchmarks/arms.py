@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from turns import Turns
 
 from offplan.budget import Action, Aim, Budget, Outlooks
-from offplan.costs import AttentionRate, DeviceProfile, op_times_ms, profile_for
+from offplan.costs import DeviceProfile, op_times_ms, profile_for, with_arithmetic
 from offplan.decide import decide
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES
 from offplan.errors import UsageError
@@ -255,17 +254,7 @@ def _as_fast(profile: DeviceProfile, facts: Any, step_ms: float) -> DeviceProfil
 
     Fused kernels cannot be timed one by one, so the roofline's times are scaled together.
     """
-    factor = sum(op_times_ms(fused(facts), profile)) / step_ms
-    attention = profile.attention_flops_per_s
-    return msgspec.structs.replace(
-        profile,
-        memory_bytes_per_s=int(factor * profile.memory_bytes_per_s),
-        matmul_flops_per_s={
-            name: int(factor * rate) for name, rate in profile.matmul_flops_per_s.items()
-        },
-        attention_flops_per_s=attention
-        and AttentionRate(int(factor * attention.forward), int(factor * attention.backward)),
-    )
+    return with_arithmetic(profile, sum(op_times_ms(fused(facts), profile)) / step_ms)
 
 
 def _step(gauge: Any, replay: Replay) -> Any:

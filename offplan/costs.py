@@ -125,6 +125,20 @@ def profile_for(gpu_name: str) -> DeviceProfile:
     return load_profile(_PROFILES / f"{key}.yaml")
 
 
+def with_arithmetic(profile: DeviceProfile, factor: float) -> DeviceProfile:
+    """``profile`` of a device whose memory and arithmetic are ``factor`` times as fast."""
+    attention = profile.attention_flops_per_s
+    return msgspec.structs.replace(
+        profile,
+        memory_bytes_per_s=int(factor * profile.memory_bytes_per_s),
+        matmul_flops_per_s={
+            name: int(factor * rate) for name, rate in profile.matmul_flops_per_s.items()
+        },
+        attention_flops_per_s=attention
+        and AttentionRate(int(factor * attention.forward), int(factor * attention.backward)),
+    )
+
+
 def find_profile(text: str) -> DeviceProfile:
     """The profile that ``--profile`` names: a YAML file, or a listed GPU (``h100``).
 

@@ -16,7 +16,7 @@ import msgspec
 
 from offplan.activations import Activation
 from offplan.budget import Aim, Budget, CurvePoint, Elsewhere, JointPoint, Outlooks, of_bytes
-from offplan.costs import AttentionRate, DeviceProfile
+from offplan.costs import DeviceProfile, with_arithmetic
 from offplan.eligibility import RuleSet
 from offplan.fusion import is_fused
 from offplan.graph import GraphFacts
@@ -110,7 +110,7 @@ class Decisions:
             ("a link twice as fast", replace(self.aim, profile=_with_link(profile, _TIMES))),
             (
                 "a GPU half as fast",
-                replace(self.aim, profile=_with_arithmetic(profile, 1 / _TIMES), op_ms=slower_ms),
+                replace(self.aim, profile=with_arithmetic(profile, 1 / _TIMES), op_ms=slower_ms),
             ),
         )
         found = []
@@ -161,19 +161,6 @@ def _with_link(profile: DeviceProfile, factor: float) -> DeviceProfile:
     )
     rates = {name: int(factor * getattr(profile, name)) for name in names}
     return msgspec.structs.replace(profile, **rates)
-
-
-def _with_arithmetic(profile: DeviceProfile, factor: float) -> DeviceProfile:
-    attention = profile.attention_flops_per_s
-    return msgspec.structs.replace(
-        profile,
-        memory_bytes_per_s=int(factor * profile.memory_bytes_per_s),
-        matmul_flops_per_s={
-            name: int(factor * rate) for name, rate in profile.matmul_flops_per_s.items()
-        },
-        attention_flops_per_s=attention
-        and AttentionRate(int(factor * attention.forward), int(factor * attention.backward)),
-    )
 
 
 def _reason(item: Activation, way: Way | None, tried: Tried) -> str:

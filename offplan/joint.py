@@ -115,7 +115,7 @@ class Joint:
         self.facts, self.moves, self.aim = facts, moves, aim
         self.relower, self.confirm = relower, confirm
         self.may_move = "offload" in aim.actions
-        self.base = Outlooks(facts, moves(facts) if self.may_move else (), aim)
+        self.base = self._outlooks_of(facts, may_move=self.may_move)
         self._programs: dict[float, Program] = {}
         self._solutions: dict[tuple[int, float], Solution | None] = {}
         self._known: dict[tuple[tuple[Choice, ...], bool], tuple[GraphFacts, Outlooks]] = {}
@@ -192,8 +192,8 @@ class Joint:
         if not found.choices or self.confirm is None:
             return found
         facts = self.confirm(found.choices)
-        moves = self.moves(facts) if self.may_move else ()
-        return self._planned(found, facts, Outlooks(facts, moves, self.aim), limit, budget)
+        outlooks = self._outlooks_of(facts, may_move=self.may_move)
+        return self._planned(found, facts, outlooks, limit, budget)
 
     def _applied(self, limit: int, budget: Budget) -> list[Tried]:
         """What programs say, tried, until one is close to the bound (definition 2)."""
@@ -290,9 +290,11 @@ class Joint:
         key = choices, may_move and self.may_move
         if key not in self._known:
             facts = self.relower(self.facts, choices)
-            moves = self.moves(facts) if key[1] else ()
-            self._known[key] = facts, Outlooks(facts, moves, self.aim)
+            self._known[key] = facts, self._outlooks_of(facts, may_move=key[1])
         return self._known[key]
+
+    def _outlooks_of(self, facts: GraphFacts, *, may_move: bool) -> Outlooks:
+        return Outlooks(facts, self.moves(facts) if may_move else (), self.aim)
 
     def choices(self, solution: Solution) -> tuple[Choice, ...]:
         """The choice of each region that ``solution`` makes; none for regions that stay."""
@@ -358,8 +360,7 @@ class Joint:
         facts, outlooks = self._outlooks(choices, may_move=may_move)
         if self.confirm is not None and choices:
             facts = self.confirm(choices)
-            moves = self.moves(facts) if may_move else ()
-            outlooks = Outlooks(facts, moves, self.aim)
+            outlooks = self._outlooks_of(facts, may_move=may_move)
         return Tried(choices, facts, _at_floor(outlooks), solution), outlooks
 
     def at_floor(self) -> Tried:

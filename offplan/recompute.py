@@ -46,6 +46,7 @@ from offplan.graph import (
     Value,
     ValueId,
 )
+from offplan.workspaces import split_arguments
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -223,7 +224,7 @@ def _draws(op: Op, packet: str) -> bool:
 
 def _dropout(op: Op, place: int) -> float | None:
     """The probability of an attention op's dropout; None if it is not a number."""
-    given = dict(enumerate(_arguments(op.constants)))
+    given = dict(enumerate(split_arguments(op.constants)))
     named = next((text for text in given.values() if text.startswith("dropout_p=")), None)
     text = named.partition("=")[2] if named else given.get(place, "0.0")
     if "=" in text:
@@ -232,16 +233,6 @@ def _dropout(op: Op, place: int) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def _arguments(constants: str) -> Iterator[str]:
-    depth, start = 0, 0
-    for place, letter in enumerate(constants):
-        depth += (letter in "[({") - (letter in "])}")
-        if letter == "," and depth == 0:
-            yield constants[start:place].strip()
-            start = place + 1
-    yield constants[start:].strip()
 
 
 # --- both graphs of a region ----------------------------------------------------------------------
@@ -285,7 +276,7 @@ class Wrapped(NamedTuple):
     def once(self, region: Region) -> Op:
         """The op of the forward where it does not run again."""
         op = region.forward.ops[self.place]
-        overload, *constants = _arguments(op.constants)
+        overload, *constants = split_arguments(op.constants)
         return msgspec.structs.replace(
             op,
             name=_unwrapped_name(region.forward, self.place),

@@ -169,7 +169,7 @@ def split_arguments(text: str) -> tuple[str, ...]:
     """The arguments in ``Op.constants``, apart."""
     found, depth, start = [], 0, 0
     for place, letter in enumerate(text):
-        depth += (letter in "[(") - (letter in "])")
+        depth += (letter in "[({") - (letter in "])}")
         if letter == "," and depth == 0:
             found.append(text[start:place].strip())
             start = place + 1

@@ -60,7 +60,7 @@ TABLE = {
     "offplan.lifetimes": Allowed("graph footprint"),
     "offplan.memory": Allowed("graph transfers allocator workspaces lifetimes"),
     "offplan.fusion": Allowed("graph transfers"),
-    "offplan.recompute": Allowed("errors graph"),
+    "offplan.recompute": Allowed("errors graph workspaces"),
     "offplan.roofline": Allowed("graph"),
     "offplan.costs": Allowed("errors units files gpus graph roofline"),
     "offplan.curve": Allowed(),
