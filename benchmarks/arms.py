@@ -119,7 +119,7 @@ class Arms:
 
     def measure(self, plan: Plan | None) -> dict[str, Any]:
         """Peaks and times of the arm with ``plan``, beside what was predicted."""
-        self._empty()
+        self.empty()
         with Replay(
             self.target, plan, device=self.device, timing=True, compiler=self.compiler
         ) as replay:
@@ -221,7 +221,7 @@ class Arms:
 
     def gradients(self, plan: Plan | None) -> dict[str, torch.Tensor]:
         """The gradients of the first step under ``plan``, on the host."""
-        self._empty()
+        self.empty()
         with Replay(self.target, plan, device=self.device, compiler=self.compiler) as replay:
             replay.step()
             found = {name: p.grad.cpu() for name, p in self._gradients() if p.grad is not None}
@@ -240,7 +240,8 @@ class Arms:
         self.target.model.zero_grad(set_to_none=True)
         torch.manual_seed(seed)
 
-    def _empty(self) -> None:
+    def empty(self) -> None:
+        """Give back what an arm before left: gradients, the allocator's blocks, workspaces."""
         self._reset(0)
         gc.collect()
         if self.device.type == "cuda":

@@ -2,11 +2,13 @@
 
     python benchmarks/inductor.py slice    # eight Qwen3-14B-wide layers: no plan, 90 to 60%, the
                                            # floor, everything; checkpointing; torch's own pass
+                                           # (--part plans|others: one of them)
     python benchmarks/inductor.py bits     # the same layers with kernels that repeat their bits:
                                            # losses and gradients against Inductor without a plan
     python benchmarks/inductor.py whole    # all 40 layers with labels and plain SGD, 12 steps on
                                            # text: without a plan, with one, and accumulated
                                            # (--part none|plan|accumulated|halves: one of them)
+    python benchmarks/inductor.py examples # the loops in examples/, with no budget and at the floor
 
 Each writes ``<gpu>-inductor-<what>.json`` into ``benchmarks/results`` (``--out`` names another
 folder).  Exit code 3 if a target was missed.  ``--device cpu --small`` tries the script out
@@ -17,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -35,6 +39,7 @@ from offplan.budget import EVERYTHING, FLOOR, of_bytes  # noqa: E402
 from offplan.errors import BudgetError  # noqa: E402
 from offplan.fusion import BAND  # noqa: E402
 
+SLICE_PARTS = ("plans", "others")
 MOST_OVER_BOUND = 1.05
 # As far as bits may differ where Inductor fuses other ops: of the largest element of a gradient.
 MOST_DIFFERENT = 2.0**-6
@@ -47,9 +52,12 @@ Keep = Callable[[dict[str, Any]], None]
 
 
 def measure_slice(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
+    """Parts that were measured before are kept, so that each can have a command of its own."""
     spec, params = qwen(options)
     result: dict[str, Any] = {"arms": [], "others": []}
-    for what in ("plans", "others"):
+    if options.part and options.path.exists():
+        result |= json.loads(options.path.read_text())
+    for what in (options.part,) if options.part else SLICE_PARTS:
         for found in streamed(__file__, what, spec, params, options.device):
             result = {**result, **found, "arms": result["arms"], "others": result["others"]}
             result["arms" if what == "plans" else "others"] = found["arms"]
@@ -73,7 +81,7 @@ def _judged(found: dict[str, Any]) -> dict[str, Any]:
         if arm["predicted"]["least_step_ms"]
     }
     met = {
-        "finished": set(found.get("exit_codes", {"": 1}).values()) == {0},
+        "finished": [found.get("exit_codes", {}).get(part) for part in SLICE_PARTS] == [0, 0],
         "under the budget": all(
             arm["peak_allocated_bytes"] <= arm["predicted"]["budget_bytes"] for arm in budgets
         ),
@@ -140,15 +148,18 @@ def compiled(arms: Any) -> dict[str, Any]:
     import time
 
     import torch
+    from arms import WARM_UP
 
     from offplan.replay.compiled import loss_of
     from offplan.trace.backend import step_of
 
     torch._dynamo.reset()
+    arms.empty()
     step = torch.compile(step_of(arms.target), backend="inductor", dynamic=False)
-    on_gpu = arms.device.type == "cuda"
     times, peak = [], 0
-    for number in range(2 + STEPS):
+
+    def timed(number: int) -> None:
+        nonlocal peak
         arms.target.model.zero_grad(set_to_none=True)
         torch.manual_seed(number)
         if on_gpu:
@@ -160,9 +171,17 @@ def compiled(arms: Any) -> dict[str, Any]:
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
         times.append(1000 * (time.perf_counter() - start))
+
+    on_gpu = arms.device.type == "cuda"
+    for number in range(WARM_UP):
+        timed(number)
+    with arms.turns.alone():
+        for number in range(WARM_UP, WARM_UP + STEPS):
+            timed(number)
+    steady = times[WARM_UP:]
     return {
-        "step_ms": statistics.median(times[2:]),
-        "samples_ms": times[2:],
+        "step_ms": statistics.median(steady),
+        "samples_ms": steady,
         "peak_allocated_bytes": peak,
     }
 
@@ -320,6 +339,65 @@ def whole_child(
     yield {"outcome": "completed", "predicted": plans}
 
 
+# --- the examples ---------------------------------------------------------------------------------
+
+# Losses are printed with four digits.
+PRINTED = 1e-3
+EXAMPLES = {
+    "train_loop.py": ["--layers=8", "--width=1024", "--batch=8", "--length=1024", "--steps=5"],
+    "trainer.py": ["--layers=4", "--width=2048", "--batch=4", "--length=2048", "--bf16"],
+}
+
+
+def measure_examples(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
+    """What the loops in ``examples/`` print, with the same losses at a lower peak."""
+    result: dict[str, Any] = {"examples": {}}
+    for name, words in EXAMPLES.items():
+        arms = result["examples"][name] = {}
+        for budget in ([], ["--budget=floor"]):
+            command = [
+                sys.executable,
+                f"examples/{name}",
+                *budget,
+                *([] if options.small else words),
+            ]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            said = "" if done.returncode == 0 else done.stderr[-3000:]
+            arms["floor" if budget else "no plan"] = {
+                "command": " ".join(["python", *command[1:]]),
+                "exit_code": done.returncode,
+                "printed": done.stdout.splitlines(),
+                "losses": [float(x) for x in re.findall(r"loss\D*([\d.]+)", done.stdout)],
+                "peaks_gb": [
+                    float(found) for found in re.findall(r"peak ([\d.]+) GB", done.stdout)
+                ],
+                "said": said,
+            }
+            print(done.stdout + said)
+            keep(_examples(result, options))
+    return _examples(result, options)
+
+
+def _examples(result: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    pairs = [
+        (arms.get("no plan", {}), arms.get("floor", {})) for arms in result["examples"].values()
+    ]
+    met = {
+        "both ran": len(pairs) == len(EXAMPLES)
+        and all(arm.get("exit_code") == 0 for pair in pairs for arm in pair),
+        "the same losses, as far as kernels repeat": all(
+            one.get("losses") and _apart(other["losses"], one["losses"]) <= PRINTED
+            for one, other in pairs
+        ),
+        "a lower peak": options.device == "cpu"
+        or all(
+            other.get("peaks_gb") and max(other["peaks_gb"]) < max(one["peaks_gb"])
+            for one, other in pairs
+        ),
+    }
+    return {"ok": all(met.values()), "met": met, **result}
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -329,7 +407,12 @@ CHILDREN: dict[str, Callable[[str, dict[str, str], str], Iterator[dict[str, Any]
     "bits": bits_child,
     **{f"whole-{part}": partial(whole_child, part) for part in PARTS},
 }
-MEASURES = {"slice": measure_slice, "bits": measure_bits, "whole": measure_whole}
+MEASURES = {
+    "slice": measure_slice,
+    "bits": measure_bits,
+    "whole": measure_whole,
+    "examples": measure_examples,
+}
 
 
 def parse() -> argparse.Namespace:
@@ -342,8 +425,9 @@ def parse() -> argparse.Namespace:
         command.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
         command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
         command.add_argument("--small", action="store_true", help="tiny sizes, to try it out")
-        if name == "whole":
-            command.add_argument("--part", choices=PARTS, help="measure only this; keep the others")
+        if name in ("slice", "whole"):
+            parts = PARTS if name == "whole" else SLICE_PARTS
+            command.add_argument("--part", choices=parts, help="measure only this; keep the others")
     hidden = commands.add_parser("child")
     hidden.add_argument("--what", choices=tuple(CHILDREN), required=True)
     hidden.add_argument("--device", default="cuda")

@@ -18,6 +18,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +67,25 @@ def measure(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
     """Parts that were measured before are kept, so that each can have a command of its own."""
     before = json.loads(options.path.read_text()) if options.path.exists() else {}
     models: dict[str, Any] = before.get("models", {})
-    for name, (spec, params) in (SMALL if options.small else MODELS).items():
+
+    def one(name: str, part: str) -> None:
+        spec, params = known[name]
+        for found in streamed(__file__, part, spec, params, options.device):
+            models[name][part] = found
+            keep(judged(models))
+
+    known = SMALL if options.small else MODELS
+    asked = []
+    for name in known:
         if options.only and options.only.lower() not in name.lower():
             continue
         parts = models.setdefault(name, {})
         for part in (options.part,) if options.part else PARTS:
-            if parts.get(part, {}).get("exit_code") == 0 and not options.again:
-                continue
-            for found in streamed(__file__, part, spec, params, options.device):
-                parts[part] = found
-                keep(judged(models))
+            if parts.setdefault(part, {}).get("exit_code") != 0 or options.again:
+                asked.append((name, part))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for done in [pool.submit(one, *each) for each in asked]:
+            done.result()
     return judged(models)
 
 
@@ -283,6 +293,9 @@ def parse() -> argparse.Namespace:
             command.add_argument("--only", help="models whose name has this in it")
             command.add_argument("--part", choices=PARTS, help="measure only this")
             command.add_argument("--again", action="store_true", help="measure what is there, too")
+            command.add_argument(
+                "--jobs", type=int, default=1, help="parts at a time; they time steps in turns"
+            )
     hidden = commands.add_parser("child")
     hidden.add_argument("--what", choices=PARTS, required=True)
     hidden.add_argument("--device", default="cuda")
