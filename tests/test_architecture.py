@@ -41,9 +41,25 @@ TABLE = {
     ),
     "offplan.__main__": Allowed("cli"),
     "offplan.cli": Allowed(
-        "errors units files gpus graph eligibility memory costs recompute budget decide plan "
-        "export gate measured progress report report.*",
-        later="target trace trace.* replay replay.*",
+        "commands.analyze commands.device commands.export commands.gate commands.run"
+    ),
+    "offplan.commands": Allowed(),
+    "offplan.commands.analyze": Allowed(
+        "errors units files graph eligibility memory budget plan options requests report"
+    ),
+    "offplan.commands.gate": Allowed("units eligibility plan gate options requests report"),
+    "offplan.commands.run": Allowed(
+        "units files eligibility plan gate measured options requests progress report.run",
+        later="replay.measure",
+    ),
+    "offplan.commands.device": Allowed(
+        "errors units files costs measured options progress report.device", later="replay.probe"
+    ),
+    "offplan.commands.export": Allowed("errors units files graph plan export options"),
+    "offplan.options": Allowed("errors units budget costs eligibility plan"),
+    "offplan.requests": Allowed(
+        "errors eligibility graph recompute budget decide plan options progress report",
+        later="trace.capture replay.measure",
     ),
     # Plain values, and what is computed from them.
     "offplan.errors": Allowed(),
