@@ -19,7 +19,7 @@ from offplan.budget import Aim, Budget, CurvePoint, Elsewhere, JointPoint, Outlo
 from offplan.costs import DeviceProfile, with_arithmetic
 from offplan.eligibility import RuleSet
 from offplan.fusion import is_fused
-from offplan.graph import GraphFacts
+from offplan.graph import GraphFacts, digest
 from offplan.joint import Confirm, Joint, Tried
 from offplan.plan import Decided, Draft, Plan, Weighed
 from offplan.program import Way
@@ -52,6 +52,11 @@ class Decisions:
         self.facts, self.rules, self.min_bytes = facts, rules, min_bytes
         self.aim, self.confirm = aim, confirm
         self.draft = self._draft(facts)
+        self._planned = {digest(facts): facts}
+
+    def facts_of(self, plan: Plan) -> GraphFacts:
+        """The graphs that a plan made here is for: as traced, or under its choices."""
+        return self._planned[plan.digest]
 
     def _draft(self, facts: GraphFacts) -> Draft:
         return Draft(facts, self.rules, self.min_bytes, self.aim.actions)
@@ -82,6 +87,7 @@ class Decisions:
         outlook = tried.outlook
         if tried.choices and self.confirm is None and is_fused(self.facts):
             outlook = replace(outlook, warnings=(*outlook.warnings, _GUESSED))
+        self._planned[digest(tried.facts)] = tried.facts
         return self._draft(tried.facts).plan(outlook, budget, self._decided(tried))
 
     def curve(self, count: int) -> tuple[CurvePoint, ...]:

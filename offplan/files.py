@@ -57,6 +57,7 @@ class FileKind:
 
 PLAN_FILE = FileKind("an offplan plan", b"# offplan plan")
 GRAPH_FILE = FileKind("an offplan graph file", b'{"target":{"spec":')
+KEPT_FILE = FileKind("a file that offplan keeps", b"offplan kept 1\n")
 
 
 # --- reading --------------------------------------------------------------------------------------

@@ -282,23 +282,30 @@ def load_graph(path: Path) -> GraphFacts:
     included, so that later steps can index without checking.
     """
     try:
-        facts = msgspec.json.decode(path.read_bytes(), type=GraphFacts)
+        content = path.read_bytes()
     except OSError as error:
         raise FileFormatError(f"cannot read {path}: {error.strerror}") from error
+    return decode_graph(content, str(path))
+
+
+def decode_graph(content: bytes, name: str) -> GraphFacts:
+    """The same of a file's ``content``; messages call it ``name``."""
+    try:
+        facts = msgspec.json.decode(content, type=GraphFacts)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FileFormatError(
-            f"{path} is not an offplan graph file: {error}",
+            f"{name} is not an offplan graph file: {error}",
             fix="write one with: offplan analyze model.py --graph FILE",
         ) from error
     if facts.schema_version != SCHEMA_VERSION:
         raise FileFormatError(
-            f"{path} has schema version {facts.schema_version}; this offplan reads "
+            f"{name} has schema version {facts.schema_version}; this offplan reads "
             f"{SCHEMA_VERSION}",
             fix="write it again with this version of offplan",
         )
     problem = next(_problems(facts), None)
     if problem is not None:
-        raise FileFormatError(f"{path} is not a consistent graph: {problem}")
+        raise FileFormatError(f"{name} is not a consistent graph: {problem}")
     return facts
 
 

@@ -141,6 +141,39 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     largest: tuple[LargeStorage, ...]
 
 
+class Span(NamedTuple):
+    """Bytes that are held from moment ``start`` to moment ``end``, both included, as ``part``; as
+    ``in_flight`` from moment ``leaves`` on, if any.
+
+    ``storage`` is that of the graphs; None for what no graph makes.
+    """
+
+    size_bytes: int
+    start: int
+    end: int
+    part: Part
+    storage: StorageId | None
+    leaves: int | None
+
+
+@dataclass(frozen=True)
+class Spans:
+    """What is held when.  A step is a row of moments (``offplan.lifetimes``), more than it has ops:
+    ``ops`` has the index of an op for each, ``places`` the moment of each op.
+
+    ``resting`` are the bytes by part that are always there, ``temporary_bytes`` what each moment
+    allocates and frees again.  Sizes are as the allocator charges them; what its blocks add beyond
+    that is left out, so that the highest moment can be a little under the predicted peak.
+    """
+
+    ops: tuple[int, ...]
+    places: tuple[int, ...]
+    resting: Mapping[Part, int]
+    temporary_bytes: tuple[int, ...]
+    held: tuple[Span, ...]
+    is_rounded: bool
+
+
 class ReservedRange(NamedTuple):
     """The least and the most that was reserved in a sample of cases (definition 6)."""
 
@@ -166,6 +199,10 @@ class Memory:
     def predict(self, transfers: Sequence[Transfer]) -> Prediction:
         """The peak under ``transfers``."""
         return _predicted(self._step, self._step.under(transfers))
+
+    def spans(self, transfers: Sequence[Transfer]) -> Spans:
+        """What is held when under ``transfers``."""
+        return self._step.spans(self._step.under(transfers))
 
     def reserved_range(self, transfers: Sequence[Transfer]) -> ReservedRange:
         """The range of the reserved peak under ``transfers``: the time of two predictions, of
@@ -361,6 +398,34 @@ class _Step:
             if op < len(found) and size > found[op]:
                 found[op] = size
         return tuple(found)
+
+    def spans(self, allocations: Sequence[_Allocation]) -> Spans:
+        resting: dict[Part, int] = dict.fromkeys(PARTS, 0)
+        for size, part in self.resting:
+            resting[part] += self.block_bytes(size)
+        resting["workspace"] += sum(self.block_bytes(size) for _, size in self.libraries)
+        moments = self.found.moments
+        return Spans(
+            ops=moments.ops,
+            places=moments.places,
+            resting=resting,
+            temporary_bytes=tuple(
+                self.temporary_bytes(moment, self.block_bytes) for moment in range(len(moments.ops))
+            ),
+            held=tuple(
+                Span(
+                    self.block_bytes(item.size_bytes),
+                    item.start,
+                    item.end,
+                    item.part,
+                    item.storage,
+                    item.leaves if item.leaves <= item.end else None,
+                )
+                for item in allocations
+                if item.size_bytes
+            ),
+            is_rounded=self.is_rounded,
+        )
 
     def last_ops(self) -> dict[tuple[int, StorageId], int]:
         ops = self.found.moments.ops

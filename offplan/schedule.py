@@ -31,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from operator import add
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from offplan.transfers import Transfer
 
@@ -65,11 +65,42 @@ class StepTime(NamedTuple):
         return self.step_ms - self.forward_ms
 
 
+class Copied(NamedTuple):
+    """A copy of ``transfer`` (its place among the transfers), from ``begin_ms`` to ``end_ms``."""
+
+    transfer: int
+    to: Literal["host", "device"]
+    begin_ms: float
+    end_ms: float
+
+
+class Stall(NamedTuple):
+    """Compute waits for ``wait_ms`` before op ``op``: the step's end, if there is no such op."""
+
+    op: int
+    wait_ms: float
+
+
+class Played(NamedTuple):
+    """A step under transfers: its time, all copies as they begin, and every wait for one."""
+
+    time: StepTime
+    copies: tuple[Copied, ...]
+    stalls: tuple[Stall, ...]
+
+
 def step_time(
     op_ms: Sequence[float], forward_count: int, transfers: Iterable[Transfer], rates: Rates
 ) -> StepTime:
     """The time of a step under ``transfers`` (definitions 1 to 3), of which ``forward_count`` ops
     come before the first op of a backward."""
+    return play(op_ms, forward_count, transfers, rates).time
+
+
+def play(
+    op_ms: Sequence[float], forward_count: int, transfers: Iterable[Transfer], rates: Rates
+) -> Played:
+    """The same, with what happens when."""
     offloads, releases = defaultdict(list), defaultdict(list)
     reloads, needs = defaultdict(list), defaultdict(list)
     for place, transfer in enumerate(transfers):
@@ -81,14 +112,18 @@ def step_time(
     now = stalled = to_host = to_device = forward = 0.0
     landed: dict[int, float] = {}
     back: dict[int, float] = {}
+    copies: list[Copied] = []
+    stalls: list[Stall] = []
     # Most ops have no copy: look only where there is one.
     for op in range(len(op_ms) + 1):
         if op in reloads:
             for _, place, size_bytes in sorted(reloads[op]):
-                to_device = max(now, to_device, landed[place]) + rates.h2d_ms(size_bytes)
-                back[place] = to_device
+                begin = max(now, to_device, landed[place])
+                to_device = back[place] = begin + rates.h2d_ms(size_bytes)
+                copies.append(Copied(place, "device", begin, to_device))
         if op in needs:
             ready = max(now, *(back[place] for place in needs[op]))
+            stalls.append(Stall(op, ready - now))
             stalled += ready - now
             now = ready
         if op == forward_count:
@@ -98,13 +133,16 @@ def step_time(
         now += op_ms[op]
         if op in offloads:
             for place, size_bytes in offloads[op]:
-                to_host = max(now, to_host) + rates.d2h_ms(size_bytes)
-                landed[place] = to_host
+                begin = max(now, to_host)
+                to_host = landed[place] = begin + rates.d2h_ms(size_bytes)
+                copies.append(Copied(place, "host", begin, to_host))
         if op in releases:
             ready = max(now, *(landed[place] for place in releases[op]))
+            stalls.append(Stall(op + 1, ready - now))
             stalled += ready - now
             now = ready
-    return StepTime(now, forward, stalled)
+    waits = tuple(stall for stall in stalls if stall.wait_ms > 0)
+    return Played(StepTime(now, forward, stalled), tuple(copies), waits)
 
 
 class Absence(NamedTuple):
