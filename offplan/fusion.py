@@ -132,6 +132,8 @@ class _Fuser:
         self.nowhere = self._new_storage(0)
         self.holds: dict[StorageId, ValueId] = {}
         self.shown: dict[ValueId, ValueId] = {}
+        # Of the graph at hand, the ops that no kernel names.
+        self.unnamed: set[int] = set()
 
     def fused(self) -> GraphFacts:
         regions = tuple(
@@ -226,6 +228,7 @@ class _Fuser:
             at[kernel.at].append(kernel)
         first_read = self._first_reads(kernels, buffers) if own is not None else {}
         together = self._together(kernels, first, buffers)
+        self.unnamed = set(range(len(graph.ops))).difference(*(kernel.ops for kernel in kernels))
         ops = []
         for place, op in enumerate(graph.ops):
             made = self._op(graph.ops, op, at[place], buffers)
@@ -382,7 +385,7 @@ class _Fuser:
         if not kernels:
             return _idle(op)
         if len(kernels) == 1 and kernels[0].call:
-            return self._call(_called(ops, kernels[0]), kernels[0], buffers)
+            return self._call(self._called(ops, kernels[0], buffers), kernels[0], buffers)
         parts = sorted({part for kernel in kernels for part in kernel.ops})
         known = ops[kernels[-1].ops[-1]]
         made = dict.fromkeys(n for kernel in kernels for n in kernel.makes)
@@ -397,6 +400,26 @@ class _Fuser:
             module=known.module,
             source=known.source,
         )
+
+    def _called(self, ops: Sequence[Op], kernel: Kernel, buffers: Sequence[ValueId]) -> Op:
+        """The op that a library's kernel is called for: where it does several at once, as ``addmm``
+        a product and a sum, the last of them that it is named after.
+
+        A compiler that puts a product and a sum together itself names the sum alone: the product is
+        then one that no kernel names, of as many elements as the kernel makes.
+        """
+        name = _packet(kernel.call)
+        parts = [ops[part] for part in kernel.ops]
+        for op in reversed(parts):
+            if name.endswith(_packet(op.target)):
+                return op
+        made = {self.values[buffers[n]].element_count for n in (*kernel.makes, *kernel.writes)}
+        for place in range(kernel.at, -1, -1):
+            op = ops[place]
+            counts = {self.values[value].element_count for value in op.outputs}
+            if place in self.unnamed and name.endswith(_packet(op.target)) and counts & made:
+                return op
+        return parts[-1]
 
     def _call(self, op: Op, kernel: Kernel, buffers: Sequence[ValueId]) -> Op:
         """A library's kernel in place of ``op`` (definition 3)."""
@@ -460,14 +483,6 @@ def _firsts(facts: GraphFacts) -> list[tuple[int, int]]:
         backwards.append(first)
     sizes = [len(region.forward.ops) for region in facts.regions]
     return list(zip(accumulate(sizes, initial=0), backwards, strict=False))
-
-
-def _called(ops: Sequence[Op], kernel: Kernel) -> Op:
-    """The op that a library's kernel is called for: where it does several at once, as ``addmm`` a
-    product and a sum, the last of them that it is named after."""
-    name = _packet(kernel.call)
-    parts = [ops[part] for part in kernel.ops]
-    return next((op for op in reversed(parts) if name.endswith(_packet(op.target))), parts[-1])
 
 
 def _packet(target: str) -> str:

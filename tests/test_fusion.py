@@ -188,7 +188,10 @@ def test_a_librarys_call_keeps_its_op_and_shapes() -> None:
     assert made.values[call.outputs[0]].storage == C
 
 
-def test_a_call_for_several_ops_is_priced_as_the_product_it_is_named_after() -> None:
+@pytest.mark.parametrize("named", [(1, 2), (2,)], ids=["with the product", "the sum alone"])
+def test_a_call_for_several_ops_is_priced_as_the_product_it_is_named_after(
+    named: tuple[int, ...],
+) -> None:
     facts = a_step()
     (region,) = facts.regions
     ops = (
@@ -201,7 +204,7 @@ def test_a_call_for_several_ops_is_priced_as_the_product_it_is_named_after() -> 
         [(0, X), (MIB, A), (MIB, C), (4, LOSS)],
         [
             Kernel(0, (0,), (0,), (1,)),
-            Kernel(2, (1, 2), (0, 1), (2,), call="aten.addmm.out"),
+            Kernel(2, named, (0, 1), (2,), call="aten.addmm.out"),
             Kernel(3, (3,), (2,), (3,)),
         ],
         [3, 2],
