@@ -9,6 +9,8 @@
 4.  A check's *offenders* are the values that the rule skips, largest first.  For growth they are
     those that the baseline does not have, matched by op, module, dtype and shape, as many times as
     they occur.
+5.  ``max_peak`` bounds the predicted peak of the plan as it is: with what it moves and recomputes.
+    In place of offenders that check has ``largest``: what takes the most at the peak.
 
 A threshold given on the command line replaces the same one from ``[tool.offplan]``, in the nearest
 ``pyproject.toml`` upward that has that table.
@@ -26,8 +28,9 @@ from typing import TypeVar
 
 from offplan.eligibility import RULE_SETS, RULES, Rule, RuleSet
 from offplan.errors import UsageError
+from offplan.memory import LargeStorage, Prediction
 from offplan.plan import Entry, Plan, View, cases
-from offplan.units import format_binary, parse_size
+from offplan.units import format_binary, format_size, parse_size
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -71,16 +74,18 @@ class Thresholds:
     rules: RuleSet | None = None
     baseline: Path | None = None
     max_growth: Growth | None = None
+    max_peak: int | None = None
 
     def or_else(self, configured: Thresholds) -> Thresholds:
         """These, with what they leave open taken from ``configured``."""
-        alias = self.max_alias_skipped
+        alias, peak = self.max_alias_skipped, self.max_peak
         return Thresholds(
             max_alias_skipped=configured.max_alias_skipped if alias is None else alias,
             max_skipped={**configured.max_skipped, **self.max_skipped},
             rules=self.rules or configured.rules,
             baseline=self.baseline or configured.baseline,
             max_growth=self.max_growth or configured.max_growth,
+            max_peak=configured.max_peak if peak is None else peak,
         )
 
 
@@ -103,17 +108,19 @@ class Offender:
 
 @dataclass(frozen=True)
 class Check:
-    """One threshold.  ``baseline_bytes`` is None unless it bounds growth.
+    """One threshold.  ``baseline_bytes`` is None unless it bounds growth, ``rule`` if the peak.
 
     ``limit_bytes`` is the most allowed: for growth, the baseline's bytes and what may be added.
+    One that holds has neither ``offenders`` nor ``largest``.
     """
 
     option: str
-    rule: Rule
+    rule: Rule | None
     limit_bytes: int
     actual_bytes: int
     offenders: tuple[Offender, ...] = ()
     baseline_bytes: int | None = None
+    largest: tuple[LargeStorage, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -122,13 +129,17 @@ class Check:
 
 @dataclass(frozen=True)
 class GateResult:
-    """Every check made on the plan of ``target``; ``notes`` say what to know when reading them."""
+    """Every check made on the plan of ``target``; ``notes`` say what to know when reading them.
+
+    ``source`` is the ``file:line`` of the target's factory, where it has one.
+    """
 
     target: str
     params: Mapping[str, str]
     rules: RuleSet
     checks: tuple[Check, ...]
     notes: tuple[str, ...] = ()
+    source: str = ""
 
     @property
     def ok(self) -> bool:
@@ -152,6 +163,8 @@ def check(
     checked = rules or thresholds.rules or plan.rules
     skipped = _skipped(plan, checked)
     checks = [*_bounds(thresholds, skipped)]
+    if thresholds.max_peak is not None:
+        checks.insert(0, _peak(plan, thresholds.max_peak))
     if baseline is not None:
         named = [rule for rule in thresholds.max_skipped if rule not in _GROWTH_RULES]
         growth = thresholds.max_growth or Growth()
@@ -164,19 +177,20 @@ def check(
         params=plan.target.params,
         rules=checked,
         checks=tuple(checks),
-        notes=tuple(_notes(plan, thresholds, checked, baseline)),
+        notes=(*_peak_notes(plan, thresholds), *_notes(plan, thresholds, checked, baseline)),
+        source=plan.target.source,
     )
 
 
 def _refuse_nothing(thresholds: Thresholds, baseline: Plan | None) -> None:
     if baseline is None and thresholds.max_growth is not None:
         raise UsageError("--max-growth needs a plan to compare with", fix="add --baseline OLD.plan")
-    bounded = thresholds.max_alias_skipped is not None or thresholds.max_skipped
-    if not bounded and baseline is None:
+    bounds = (thresholds.max_alias_skipped, thresholds.max_peak, thresholds.max_skipped or None)
+    if all(bound is None for bound in (*bounds, baseline)):
         raise UsageError(
             "there is no threshold to check",
-            fix="add --max-alias-skipped 0, --max-skipped RULE=SIZE or --baseline OLD.plan.yaml, "
-            "or set them in [tool.offplan] in pyproject.toml",
+            fix="add --max-alias-skipped 0, --max-skipped RULE=SIZE, --max-peak SIZE or "
+            "--baseline OLD.plan.yaml, or set them in [tool.offplan] in pyproject.toml",
         )
 
 
@@ -229,6 +243,12 @@ def _bound(option: str, rule: Rule, limit_bytes: int, skipped: _Skipped) -> Chec
     return Check(option, rule, limit_bytes, actual_bytes, offenders)
 
 
+def _peak(plan: Plan, limit_bytes: int) -> Check:
+    predicted = plan.predicted.plan
+    largest = predicted.largest if predicted.peak_bytes > limit_bytes else ()
+    return Check("max-peak", None, limit_bytes, predicted.peak_bytes, largest=largest)
+
+
 def _growth(rule: Rule, growth: Growth, before: _Skipped, now: _Skipped) -> Check:
     baseline_bytes = _total_bytes(before[rule])
     limit_bytes = baseline_bytes + growth.allowed_bytes(baseline_bytes)
@@ -256,6 +276,52 @@ def _identity(offender: Offender) -> tuple[str, str, str, tuple[int, ...]]:
 
 def _ordered(rules: Iterable[Rule]) -> list[Rule]:
     return sorted(rules, key=RULES.index)
+
+
+def _peak_notes(plan: Plan, thresholds: Thresholds) -> Iterator[str]:
+    """What could be done about a peak that is too high, and how sure it is."""
+    limit_bytes, predicted = thresholds.max_peak, plan.predicted
+    if limit_bytes is None:
+        return
+    peak_bytes, floor_bytes = predicted.plan.peak_bytes, predicted.floor_bytes
+    if peak_bytes > limit_bytes:
+        yield f"the peak{_place(predicted.plan)} is made of {_parts(predicted.plan)}"
+    if floor_bytes > limit_bytes:
+        yield (
+            f"no budget keeps the peak within {format_size(limit_bytes)}: the least there is, the "
+            f"floor, is {format_size(floor_bytes)}"
+        )
+    elif peak_bytes > limit_bytes:
+        yield (
+            f"a plan with --budget {_typed(limit_bytes)} keeps the peak within the limit; the "
+            f"floor is {format_size(floor_bytes)}"
+        )
+    band = predicted.band_percent
+    if band is not None and abs(peak_bytes - limit_bytes) * 100 <= band * limit_bytes:
+        yield f"the peak is predicted to within {band}%, and the limit is closer to it than that"
+
+
+def _place(peak: Prediction) -> str:
+    if not peak.op_target:
+        return ""
+    module = f" in {peak.op_module}" if peak.op_module else ""
+    source = f" ({peak.op_source})" if peak.op_source else ""
+    return f", in {peak.op_target}{module}{source},"
+
+
+def _parts(peak: Prediction) -> str:
+    """The parts that are a hundredth of it or more, the largest first."""
+    sizes = sorted(peak.parts.items(), key=lambda part: -part[1])
+    shown = [(part, size) for part, size in sizes if size * 100 >= peak.peak_bytes]
+    return ", ".join(f"{format_size(size)} {part.replace('_', ' ')}" for part, size in shown)
+
+
+def _typed(size_bytes: int) -> str:
+    """``size_bytes`` to the byte, as it was probably typed."""
+    printed = format_size(size_bytes)
+    if size_bytes % 1024**2 and parse_size(printed) == size_bytes:
+        return printed.replace(".00", "").replace(" ", "")
+    return format_binary(size_bytes)
 
 
 def _notes(
@@ -361,69 +427,92 @@ def _tool_table(path: Path) -> dict[str, object] | None:
     return table
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where settings come from, for messages: a place, and how a setting is spelled there."""
+
+    where: str
+    prefix: str = ""
+    hyphen: str = "_"
+
+    def refusal(self, key: str, problem: str) -> UsageError:
+        spelled = self.prefix + key.replace("-", self.hyphen)
+        return UsageError(f"{spelled} {problem}", where=self.where)
+
+
+SETTINGS = ("max-alias-skipped", "max-skipped", "rules", "baseline", "max-growth", "max-peak")
+
+
 def _configured(path: Path, table: Mapping[str, object]) -> Thresholds:
-    known = ("max-alias-skipped", "max-skipped", "rules", "baseline", "max-growth")
+    origin = Origin(str(path), "tool.offplan.", "-")
     for key in table:
-        if key not in known:
-            raise _bad_key(path, key, f"is not a setting; known are {', '.join(known)}")
-    alias = table.get("max-alias-skipped")
-    growth = table.get("max-growth")
-    baseline = _text(path, table, "baseline")
-    rules = _text(path, table, "rules")
+        if key not in SETTINGS:
+            raise origin.refusal(key, f"is not a setting; known are {', '.join(SETTINGS)}")
+    return thresholds_of(table, path.parent, origin)
+
+
+def thresholds_of(settings: Mapping[str, object], directory: Path, origin: Origin) -> Thresholds:
+    """Thresholds from ``SETTINGS`` as a file or a program gives them: sizes are text or bytes.
+
+    A relative baseline is in ``directory``.  Raises ``UsageError`` naming the setting.
+    """
+    alias, peak = settings.get("max-alias-skipped"), settings.get("max-peak")
+    growth = settings.get("max-growth")
+    baseline = _text(origin, settings, "baseline")
+    rules = _text(origin, settings, "rules")
     return Thresholds(
-        max_alias_skipped=None if alias is None else _size(path, "max-alias-skipped", alias),
-        max_skipped=_max_skipped(path, table.get("max-skipped", {})),
-        rules=None if rules is None else _choice_at(path, "rules", rules, RULE_SETS, "rule set"),
-        baseline=None if baseline is None else path.parent / baseline,
-        max_growth=None if growth is None else _growth_at(path, growth),
+        max_alias_skipped=None if alias is None else _size(origin, "max-alias-skipped", alias),
+        max_skipped=_max_skipped(origin, settings.get("max-skipped", {})),
+        rules=None if rules is None else _choice_at(origin, "rules", rules, RULE_SETS, "rule set"),
+        baseline=None if baseline is None else directory / baseline,
+        max_growth=None if growth is None else _growth_at(origin, growth),
+        max_peak=None if peak is None else _size(origin, "max-peak", peak),
     )
 
 
-def _max_skipped(path: Path, table: object) -> dict[Rule, int]:
+def _max_skipped(origin: Origin, table: object) -> dict[Rule, int]:
     if not isinstance(table, dict):
-        raise _bad_key(path, "max-skipped", 'must be a table, such as { alias = "0" }')
+        raise origin.refusal("max-skipped", 'must be a table, such as { alias = "0" }')
     return {
-        _choice_at(path, "max-skipped", name, RULES, "rule"): _size(
-            path, f"max-skipped.{name}", size
+        _choice_at(origin, "max-skipped", name, RULES, "rule"): _size(
+            origin, f"max-skipped.{name}", size
         )
         for name, size in table.items()
     }
 
 
-def _growth_at(path: Path, value: object) -> Growth:
+def _growth_at(origin: Origin, value: object) -> Growth:
     if not isinstance(value, str):
-        return Growth(size_bytes=_size(path, "max-growth", value))
+        return Growth(size_bytes=_size(origin, "max-growth", value))
     try:
         return parse_growth(value)
     except UsageError as error:
-        raise _bad_key(path, "max-growth", f"is wrong: {error.what}") from error
+        raise origin.refusal("max-growth", f"is wrong: {error.what}") from error
 
 
-def _size(path: Path, key: str, value: object) -> int:
+def _size(origin: Origin, key: str, value: object) -> int:
     """A size as text, or bytes as an integer (TOML's true is an ``int`` to Python)."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     if not isinstance(value, str):
-        raise _bad_key(path, key, 'must be a size, such as "5MiB"')
+        raise origin.refusal(key, 'must be a size, such as "5MiB"')
     try:
         return parse_size(value)
     except UsageError as error:
-        raise _bad_key(path, key, f"is wrong: {error.what}") from error
+        raise origin.refusal(key, f"is wrong: {error.what}") from error
 
 
-def _text(path: Path, table: Mapping[str, object], key: str) -> str | None:
+def _text(origin: Origin, table: Mapping[str, object], key: str) -> str | None:
     value = table.get(key)
     if value is not None and not isinstance(value, str):
-        raise _bad_key(path, key, "must be text")
+        raise origin.refusal(key, "must be text")
     return value
 
 
-def _choice_at(path: Path, key: str, text: str, choices: tuple[_Choice, ...], what: str) -> _Choice:
+def _choice_at(
+    origin: Origin, key: str, text: str, choices: tuple[_Choice, ...], what: str
+) -> _Choice:
     try:
         return _choice(text, choices, what)
     except UsageError as error:
-        raise _bad_key(path, key, f"is wrong: {error.what}, {error.fix}") from error
-
-
-def _bad_key(path: Path, key: str, problem: str) -> UsageError:
-    return UsageError(f"tool.offplan.{key} {problem}", where=str(path))
+        raise origin.refusal(key, f"is wrong: {error.what}, {error.fix}") from error

@@ -6,6 +6,11 @@ import os
 
 import pytest
 
+pytest_plugins = ["pytester"]
+
+# What commands keep on disk would make one test depend on another.
+os.environ["OFFPLAN_CACHE"] = "off"
+
 # Each of several workers would otherwise start a thread per core.  Read when torch is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 
 from offplan import gate as gates
 from offplan.eligibility import DEFAULT_RULES
+from offplan.errors import UsageError
+from offplan.files import FileKind, check_writable, write_atomically
 from offplan.options import (
     DEFAULT_MIN_SIZE,
     DEFAULT_PLAN,
@@ -25,7 +28,8 @@ from offplan.options import (
     width,
 )
 from offplan.plan import load_plan
-from offplan.report import render_gate
+from offplan.report import GATE_FORMATS, render_gate
+from offplan.report.findings import Checkout
 from offplan.requests import Request, plan_of
 from offplan.units import parse_size
 
@@ -53,6 +57,10 @@ def gate(
         str | None,
         typer.Option(metavar="SIZE|N%", help="How much more than the baseline is fine."),
     ] = None,
+    max_peak: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Most that the predicted peak of the plan may be."),
+    ] = None,
     param: Params = None,
     device: Device = "cuda",
     gpu: GpuName = None,
@@ -61,14 +69,21 @@ def gate(
     partitioner: PartitionerName = "min-cut",
     min_size: MinSize = DEFAULT_MIN_SIZE,
     format: Annotated[
-        Literal["text", "json", "markdown", "github"],
+        Literal["text", "json", "markdown", "github", "gitlab", "junit", "sarif"],
         typer.Option(help="How to print the result; github prints annotations."),
     ] = "text",
+    report: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FORMAT=FILE", help="Also write the result to a file, as junit=gate.xml."
+        ),
+    ] = None,
     traceback_: ShowTraceback = False,
 ) -> None:
-    """Fail (exit 3) if a plan skips more bytes than allowed.
+    """Fail (exit 3) if a plan skips more bytes than allowed, or its peak is too high.
 
-    Thresholds not given here are read from [tool.offplan] in pyproject.toml.
+    Thresholds not given here are read from [tool.offplan] in pyproject.toml. With --format github
+    the report is also appended to the file that GITHUB_STEP_SUMMARY names.
     """
     given = gates.Thresholds(
         max_alias_skipped=None if max_alias_skipped is None else parse_size(max_alias_skipped),
@@ -76,12 +91,54 @@ def gate(
         rules=rules,
         baseline=baseline,
         max_growth=None if max_growth is None else gates.parse_growth(max_growth),
+        max_peak=None if max_peak is None else parse_size(max_peak),
     )
     thresholds = given.or_else(gates.read_config(Path.cwd()))
+    reports = tuple(_report_file(text) for text in report or [])
     old = None if thresholds.baseline is None else load_plan(thresholds.baseline)
     request = Request(target, param or [], device, gpu, attention, compiler, partitioner)
     plan = plan_of(request, thresholds.rules or DEFAULT_RULES, parse_size(min_size))
     result = gates.check(plan, thresholds, thresholds.rules, old)
-    typer.echo(render_gate(result, format, width()), nl=False)
+    places = Checkout.around(Path.cwd(), gated=target)
+    for each in reports:
+        text = render_gate(result, each.format, width(), places)
+        write_atomically(each.path, text.encode(), each.kind)
+    typer.echo(render_gate(result, format, width(), places), nl=False)
+    if format == "github":
+        _add_step_summary(render_gate(result, "markdown"))
+    for each in reports:
+        typer.echo(f"wrote {each.path}", err=True)
     if not result.ok:
         raise typer.Exit(3)
+
+
+class _ReportFile(NamedTuple):
+    format: str
+    path: Path
+    kind: FileKind
+
+
+def _report_file(text: str) -> _ReportFile:
+    """``FORMAT=FILE``, if it can be written: a trace can take a minute."""
+    format, separator, name = text.partition("=")
+    if not separator or not name or format not in GATE_FORMATS:
+        raise UsageError(
+            f"--report {text}: not FORMAT=FILE",
+            fix=f"for example junit=gate.xml; formats: {', '.join(GATE_FORMATS)}",
+        )
+    kind = FileKind(f"a report by offplan gate --report {format}=", GATE_FORMATS[format])
+    check_writable(Path(name), kind)
+    return _ReportFile(format, Path(name), kind)
+
+
+def _add_step_summary(markdown: str) -> None:
+    """Append to the page of a GitHub job, if this runs in one."""
+    name = os.environ.get("GITHUB_STEP_SUMMARY")
+    if not name:
+        return
+    try:
+        with Path(name).open("a", encoding="utf-8") as file:
+            file.write(f"{markdown}\n")
+    except OSError as error:
+        # The answer is on stdout all the same.
+        typer.echo(f"note: no step summary: cannot write {name}: {error.strerror}", err=True)

@@ -4,6 +4,13 @@ Renderers return text; only the command line prints.
 """
 
 from offplan.report.analyze import AnalyzeReport, Timing, analyze_report, render_analyze
-from offplan.report.gate import render_gate
+from offplan.report.gate import GATE_FORMATS, render_gate
 
-__all__ = ["AnalyzeReport", "Timing", "analyze_report", "render_analyze", "render_gate"]
+__all__ = [
+    "GATE_FORMATS",
+    "AnalyzeReport",
+    "Timing",
+    "analyze_report",
+    "render_analyze",
+    "render_gate",
+]
