@@ -386,12 +386,15 @@ def _examples(result: dict[str, Any], options: argparse.Namespace) -> dict[str, 
         "both ran": len(pairs) == len(EXAMPLES)
         and all(arm.get("exit_code") == 0 for pair in pairs for arm in pair),
         "the same losses, as far as kernels repeat": all(
-            one.get("losses") and _apart(other["losses"], one["losses"]) <= PRINTED
+            len(one.get("losses", ())) == len(other.get("losses", ())) > 0
+            and _apart(other["losses"], one["losses"]) <= PRINTED
             for one, other in pairs
         ),
         "a lower peak": options.device == "cpu"
         or all(
-            other.get("peaks_gb") and max(other["peaks_gb"]) < max(one["peaks_gb"])
+            one.get("peaks_gb")
+            and other.get("peaks_gb")
+            and max(other["peaks_gb"]) < max(one["peaks_gb"])
             for one, other in pairs
         ),
     }
