@@ -95,7 +95,7 @@ def _judged(found: dict[str, Any]) -> dict[str, Any]:
             arm["moved_bytes"] == arm["predicted"]["moved_bytes"] for arm in found["arms"]
         ),
     }
-    return {"ok": all(met.values()), "met": met, **found, "over_bound": over}
+    return {**found, "ok": all(met.values()), "met": met, "over_bound": over}
 
 
 def plans_child(spec: str, params: dict[str, str], device: str) -> Iterator[dict[str, Any]]:
