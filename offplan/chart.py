@@ -33,11 +33,16 @@ class Chart:
 
     facts: GraphFacts
     transfers: tuple[Transfer, ...]
-    prediction: Prediction
+    memory: Memory
     spans: Spans
     op_ms: tuple[float, ...]
     forward_count: int
     played: Played
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """The peak, as the caching allocator would count it."""
+        return self.memory.predict(self.transfers)
 
     @cached_property
     def ops(self) -> tuple[Op, ...]:
@@ -104,7 +109,7 @@ def chart(
     return Chart(
         facts=ran.facts,
         transfers=ran.transfers,
-        prediction=memory.predict(ran.transfers),
+        memory=memory,
         spans=memory.spans(ran.transfers),
         op_ms=times,
         forward_count=forward_count,

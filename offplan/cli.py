@@ -15,6 +15,7 @@ from offplan.commands.analyze import analyze
 from offplan.commands.device import device
 from offplan.commands.export import export
 from offplan.commands.gate import gate
+from offplan.commands.report import report
 from offplan.commands.run import run
 
 app = typer.Typer(
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (analyze, gate, run, device, export):
+for command in (analyze, gate, run, report, device, export):
     app.command()(command)
 
 

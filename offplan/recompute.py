@@ -435,6 +435,7 @@ class _Repartition:
         self.forward_nodes = _forward_nodes(region)
         self.own = self._own()
         self.makers = self._makers()
+        self.tangents = {item.value for item in self.backward.inputs if item.kind == "tangent"}
 
     def _match_constants(self) -> None:
         """A constant of both graphs is one."""
@@ -508,7 +509,6 @@ class _Repartition:
         """Place ``roots`` with all that they need and is not there; note what must be saved."""
         found: dict[_Node, None] = {}
         left = [*roots]
-        tangents = {i.value for i in self.backward.inputs if i.kind == "tangent"}
         while left:
             node = left.pop()
             if node in found or node in placed:
@@ -518,7 +518,7 @@ class _Repartition:
                 maker = self.makers.get(value)
                 if maker is not None:
                     left.append(maker)
-                elif value not in tangents:
+                elif value not in self.tangents:
                     wanted.add(value)
         for node in sorted(found, key=lambda node: node.turn):
             placed[node] = None

@@ -15,9 +15,11 @@ import typer
 
 from offplan.budget import Aim, CurvePoint, Elsewhere, JointPoint, of_bytes
 from offplan.decide import Decisions
+from offplan.doors import is_trace, no_model
 from offplan.eligibility import RuleSet
 from offplan.errors import UsageError
 from offplan.graph import Compiler, GraphFacts, Partitioner, TargetRef, load_graph
+from offplan.kept import keep_graph
 from offplan.options import GRAPH_SUFFIX, parse_params
 from offplan.plan import ACTIONS, Plan, load_plan
 from offplan.progress import Progress
@@ -53,7 +55,12 @@ def source_of(target: str, params: list[str]) -> Plan | TargetRef:
     if Path(target).suffix in (".yaml", ".yml"):
         if params:
             raise UsageError(f"{target} is a plan file, so it takes no -p")
-        return load_plan(Path(target))
+        plan = load_plan(Path(target))
+        if is_trace(plan.target.spec):
+            raise no_model(plan.target.spec)
+        return plan
+    if is_trace(target):
+        raise no_model(target)
     if target.endswith(GRAPH_SUFFIX):
         raise UsageError(
             f"{target} is a saved graph, and a replay needs the model",
@@ -94,6 +101,9 @@ def analyzed(
         start = time.perf_counter()
         decisions = Decisions(facts, rules, min_bytes, aim, under)
         plan = decisions.plan(aim.budget)
+        # For commands that look into the plan, and would have to trace again.
+        for each in {id(found): found for found in (facts, decisions.facts_of(plan))}.values():
+            keep_graph(each)
         timing = _timing(seconds, time.perf_counter() - start)
         if not points:
             return Analysis(facts, plan, timing)
@@ -148,6 +158,8 @@ def step_of(request: Request, progress: Progress) -> Step:
         option = "--attention" if request.attention else "--gpu"
         raise UsageError(f"{option} is about CUDA kernels, so it needs --device cuda")
     progress.phase("starting torch")
+    if is_trace(request.target):
+        return _traced_before(request, progress)
     from offplan.trace.capture import Clock, TraceOptions, traced
 
     options = TraceOptions(
@@ -156,6 +168,19 @@ def step_of(request: Request, progress: Progress) -> Step:
     clock = Clock(on_phase=progress.phase)
     step = traced(request.target, parse_params(request.params), options, clock)
     return Step(step.facts, clock.seconds, step.under)
+
+
+def _traced_before(request: Request, progress: Progress) -> Step:
+    """The graphs of a run that torch traced itself."""
+    given = (request.attention, request.partitioner)
+    if given != (None, "min-cut"):
+        raise UsageError(
+            f"{request.target} is a trace of a real run: it takes no --attention, --partitioner"
+        )
+    from offplan.doors.torch_trace import read_trace
+
+    progress.phase("reading the trace")
+    return Step(read_trace(request.target, parse_params(request.params), request.gpu), {}, None)
 
 
 def _timing(seconds: dict[str, float], analysis_s: float) -> Timing | None:

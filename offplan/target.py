@@ -2,7 +2,8 @@
 
 A target file has a factory (``build`` unless named) that returns ``(model, args)``,
 ``(model, args, kwargs)`` or a ``Target``; or a module-level ``model`` with ``inputs``.  ``-p
-key=value`` options are parsed by the factory's annotations and defaults.
+key=value`` options are parsed by the factory's annotations and defaults.  ``hf:`` and ``timm:``
+name models that need no file (``offplan.doors``).
 
 Whether anything real is allocated is the caller's choice: analysis calls ``load_target`` under fake
 tensors, a replay without.
@@ -23,6 +24,7 @@ from typing import Any, Literal, TypeGuard
 
 import torch
 
+from offplan.doors import is_trace, no_model
 from offplan.errors import OffplanError, TargetError, UsageError
 
 DEFAULT_FACTORY = "build"
@@ -61,6 +63,9 @@ def load_target(spec: str, params: Mapping[str, str]) -> LoadedTarget:
     Raises ``TargetError`` when the target cannot be found or built, naming the user's line, and
     ``UsageError`` for a parameter that the factory does not take.
     """
+    door = _door(spec)
+    if door is not None:
+        return door(spec, params)
     module, factory_name, path = _import(spec)
     if factory_name is None and not hasattr(module, DEFAULT_FACTORY) and hasattr(module, "model"):
         return _from_module(module, path, params)
@@ -72,9 +77,9 @@ def load_target(spec: str, params: Mapping[str, str]) -> LoadedTarget:
         raise TargetError(
             f"{name!r} in {path} is not a function", fix="name a function that returns the model"
         )
-    arguments = _arguments(factory, name, params)
+    given = arguments(factory, name, params)
     try:
-        result = factory(**arguments)
+        result = factory(**given)
     except OffplanError as error:
         error.where = error.where or user_line(error)
         raise
@@ -83,6 +88,22 @@ def load_target(spec: str, params: Mapping[str, str]) -> LoadedTarget:
             f"building the model failed: {describe(error)}", where=user_line(error) or path
         ) from error
     return LoadedTarget(_as_target(result, f"{name}() in {path}"), _source_of(factory, path))
+
+
+def _door(spec: str) -> Callable[[str, Mapping[str, str]], LoadedTarget] | None:
+    """What loads a target that is no file of the user's."""
+    prefix, separator, _ = spec.partition(":")
+    if separator and prefix == "hf":
+        from offplan.doors import transformers
+
+        return transformers.load
+    if separator and prefix == "timm":
+        from offplan.doors import timm
+
+        return timm.load
+    if is_trace(spec):
+        raise no_model(spec)
+    return None
 
 
 def _import(spec: str) -> tuple[types.ModuleType, str | None, str]:
@@ -206,7 +227,11 @@ def _source_of(factory: Any, path: str) -> str:
 # Parameters
 
 
-def _arguments(factory: Any, name: str, params: Mapping[str, str]) -> dict[str, Any]:
+def arguments(factory: Any, name: str, params: Mapping[str, str]) -> dict[str, Any]:
+    """``params`` by the annotations and defaults of ``factory``, which messages call ``name``.
+
+    Raises ``UsageError`` for one that it does not take, or needs, or that cannot be read.
+    """
     signature = inspect.signature(factory)
     try:
         hints = typing.get_type_hints(factory)
@@ -226,7 +251,7 @@ def _arguments(factory: Any, name: str, params: Mapping[str, str]) -> dict[str, 
                 f"{name}() takes no parameter {key!r}", fix=f"its parameters: {listed}"
             )
         default = signature.parameters[key].default if key in known else inspect.Parameter.empty
-        arguments[key] = _parse(key, text, hints.get(key, _type_of(default)))
+        arguments[key] = parse_value(key, text, hints.get(key, _type_of(default)))
     missing = [
         key
         for key in sorted(known - set(arguments))
@@ -243,7 +268,7 @@ def _type_of(default: Any) -> Any:
     return str if default is inspect.Parameter.empty or default is None else type(default)
 
 
-def _parse(key: str, text: str, kind: Any) -> Any:
+def parse_value(key: str, text: str, kind: Any) -> Any:
     """``text`` as ``kind``: int, float, bool, str, a Literal, an Optional of these, or a dtype."""
     origin = typing.get_origin(kind)
     if origin is typing.Union or origin is types.UnionType:
@@ -277,11 +302,13 @@ def _parse(key: str, text: str, kind: Any) -> Any:
 
 
 def _parse_first(key: str, text: str, options: list[Any]) -> Any:
+    if len(options) == 1:
+        return parse_value(key, text, options[0])
     # Strings last: everything is one.
     ordered = sorted(options, key=lambda option: option is str)
     for option in ordered:
         try:
-            return _parse(key, text, option)
+            return parse_value(key, text, option)
         except UsageError:
             continue
     raise _bad(key, text, " or ".join(getattr(o, "__name__", str(o)) for o in ordered))

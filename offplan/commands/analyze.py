@@ -49,7 +49,8 @@ def analyze(
     target: Annotated[
         str,
         typer.Argument(
-            help="model.py, model.py:factory, package.module:factory, or a saved *.graph.json."
+            help="model.py, model.py:factory, package.module:factory, hf:CONFIG, timm:NAME, "
+            "trace:FOLDER (of TORCH_TRACE), or a saved *.graph.json."
         ),
     ],
     param: Params = None,
@@ -89,6 +90,9 @@ def analyze(
         Literal["text", "json", "markdown"], typer.Option(help="How to print the report.")
     ] = "text",
     top: Annotated[int, typer.Option(min=1, help="How many of the largest storages to list.")] = 12,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Draw memory over time, and the copies below it.")
+    ] = False,
     traceback_: ShowTraceback = False,
 ) -> None:
     """Trace TARGET, report what it saves and what may leave the device, write the plan."""
@@ -104,6 +108,8 @@ def analyze(
     # A trace can take a minute: what would fail at its end is refused at its beginning.
     if str(output) == "-":
         raise UsageError("-o names a file; the report on stdout is chosen by --format")
+    if plot and format != "text":
+        raise UsageError(f"--plot is drawn in text, and --format is {format}")
     check_writable(output, PLAN_FILE)
     if graph is not None:
         check_graph_name(graph)
@@ -119,6 +125,13 @@ def analyze(
         found.plan, found.timing, top, found.curve, found.joint_curve, found.elsewhere
     )
     typer.echo(render_analyze(report, format, width()), nl=False)
+    if plot:
+        # Not at once: most analyses draw nothing.
+        from offplan.charted import charts_of, opened_of
+        from offplan.plotted import plotted
+
+        charts = charts_of(opened_of(found.plan, found.facts), aim.profile)
+        typer.echo(f"\n{plotted(charts, found.plan.budget)}", nl=False)
     for path in (graph, output):
         if path is not None:
             typer.echo(f"wrote {path}", err=True)
