@@ -19,13 +19,13 @@ A threshold given on the command line replaces the same one from ``[tool.offplan
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import TypeVar
 
+from offplan.diff import matched
 from offplan.eligibility import RULE_SETS, RULES, Rule, RuleSet
 from offplan.errors import UsageError
 from offplan.memory import LargeStorage, Prediction
@@ -259,14 +259,7 @@ def _growth(rule: Rule, growth: Growth, before: _Skipped, now: _Skipped) -> Chec
 
 def _added(before: Iterable[Offender], now: Iterable[Offender]) -> tuple[Offender, ...]:
     """Those of ``now`` beyond as many alike in ``before`` (definition 4)."""
-    known = Counter(_identity(offender) for offender in before)
-    added = []
-    for offender in now:
-        identity = _identity(offender)
-        if known[identity]:
-            known[identity] -= 1
-        else:
-            added.append(offender)
+    _, _, added = matched(before, now, _identity)
     return tuple(added)
 
 

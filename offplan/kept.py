@@ -3,7 +3,8 @@
 1.  The folder is ``$OFFPLAN_CACHE``, else ``offplan`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``.
 2.  ``graphs/<hex>.graph.z`` has graphs by their digest, compressed.  ``traces/<hex>.json`` says of
     one request (``TraceKey``) which graphs its trace had, and which files of the user's it read,
-    with their hashes: it holds while all of them are as they were.
+    with their hashes: it holds while all of them are as they were.  ``results/<hex>`` has what
+    was computed from a key.
 3.  It is a cache: what is damaged or stale counts as not there; what cannot be written is not
     kept; and beyond ``LIMIT_BYTES`` the files that were used least recently go.
 
@@ -111,6 +112,26 @@ def kept_trace(key: TraceKey) -> GraphFacts | None:
     if facts is None or (facts.target.spec, facts.target.params) != (key.spec, key.params):
         return None
     return facts
+
+
+def keep_result(key: bytes, content: bytes) -> None:
+    """Keep ``content`` as what was computed from ``key``, which has all that it depends on."""
+    path = _result_path(key)
+    if path is not None:
+        _write(path, KEPT_FILE.first_bytes + content)
+
+
+def kept_result(key: bytes) -> bytes | None:
+    """What was computed from ``key`` before."""
+    path = _result_path(key)
+    content = None if path is None else _read(path)
+    return None if content is None else content.removeprefix(KEPT_FILE.first_bytes)
+
+
+def _result_path(key: bytes) -> Path | None:
+    above = folder()
+    stem = hashlib.sha256(key).hexdigest()[:40]
+    return None if above is None else above / "results" / stem
 
 
 def _graph_path(name: str) -> Path | None:

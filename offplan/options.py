@@ -6,10 +6,15 @@ Exit codes: 0 fine, 1 error, 2 usage, 3 the answer is no, 130 interrupted.
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
+import os
 import shutil
 import sys
 import traceback
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,14 +32,29 @@ DEFAULT_MIN_SIZE = format_binary(DEFAULT_MIN_BYTES)
 GRAPH_SUFFIX = ".graph.json"
 
 
+# Options of every command.
+ShowTraceback = Annotated[
+    bool, typer.Option("--traceback", help="Print a Python traceback with an error.")
+]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print results and errors only.")]
+Verbose = Annotated[
+    bool, typer.Option("-v", "--verbose", help="Say on stderr what is being done, and how long.")
+]
+
+
 def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Print a deliberate error as one message, and end with its exit code."""
+    """Give ``command`` the options that every command has; print a deliberate error as one message,
+    and end with its exit code."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
         show_traceback = bool(kwargs.pop("traceback_", False))
+        quiet, verbose = bool(kwargs.pop("quiet", False)), bool(kwargs.pop("verbose", False))
         try:
-            command(*args, **kwargs)
+            if quiet and verbose:
+                raise UsageError("--quiet and --verbose are opposites", fix="give one of them")
+            with _less_said() if quiet else _more_said() if verbose else nullcontext():
+                command(*args, **kwargs)
         except typer.Exit:
             raise
         except OffplanError as error:
@@ -53,7 +73,40 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
                 show_traceback,
             )
 
+    kinds = typing.get_type_hints(command, include_extras=True)
+    shared = {"quiet": Quiet, "verbose": Verbose, "traceback_": ShowTraceback}
+    given = inspect.signature(command)
+    own = [each.replace(annotation=kinds[name]) for name, each in given.parameters.items()]
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+        for name, kind in shared.items()
+    ]
+    # What typer reads instead of the wrapper's own parameters.
+    run.__signature__ = given.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+    run.__annotations__ = {**kinds, **shared}
     return run
+
+
+@contextmanager
+def _less_said() -> Iterator[None]:
+    """Results only: nothing on stderr but the message of an error, which comes after this."""
+    with open(os.devnull, "w") as nowhere, redirect_stderr(nowhere):
+        yield
+
+
+@contextmanager
+def _more_said() -> Iterator[None]:
+    """What offplan logs, and each phase, on stderr."""
+    logger, handler = logging.getLogger("offplan"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(relativeCreated)8.0f ms  %(name)s: %(message)s"))
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def _fail(message: str, exit_code: int, show_traceback: bool) -> None:
@@ -134,10 +187,6 @@ Pin = Annotated[
         "first of them that works."
     ),
 ]
-ShowTraceback = Annotated[
-    bool, typer.Option("--traceback", help="Print a Python traceback with an error.")
-]
-
 
 # --- reading them ---------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Shown only on a terminal, and only once the work has taken a second.
 
 from __future__ import annotations
 
+import logging
 import threading
 from types import TracebackType
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.status import Status
 
 _SHOW_AFTER_S = 1.0
+_LOGGER = logging.getLogger(__name__)
 
 
 class Progress:
@@ -45,5 +47,6 @@ class Progress:
 
     def phase(self, name: str) -> None:
         """Say that the phase ``name`` begins."""
+        _LOGGER.info(name)
         if self.status is not None:
             self.status.update(name)

@@ -41,14 +41,15 @@ TABLE = {
     ),
     "offplan.__main__": Allowed("cli"),
     "offplan.cli": Allowed(
-        "commands.analyze commands.device commands.export commands.gate commands.report "
-        "commands.run"
+        "commands.analyze commands.device commands.diff commands.export commands.gate "
+        "commands.report commands.run commands.sweep"
     ),
     "offplan.commands": Allowed(),
     "offplan.commands.analyze": Allowed(
         "errors units files graph eligibility memory budget plan options requests report",
         later="charted plotted",
     ),
+    "offplan.commands.diff": Allowed("diff options plan report.diff"),
     "offplan.commands.gate": Allowed(
         "errors units files eligibility plan gate options requests report report.findings"
     ),
@@ -83,6 +84,13 @@ TABLE = {
     "offplan.footprint": Allowed("graph"),
     "offplan.chart": Allowed("costs fusion graph memory schedule transfers"),
     "offplan.opened": Allowed("costs errors fusion graph kept plan relower"),
+    "offplan.retrace": Allowed("graph kept options progress recompute requests"),
+    "offplan.sweep": Allowed("budget decide eligibility errors graph joint"),
+    "offplan.workers": Allowed("budget eligibility errors kept progress requests retrace sweep"),
+    "offplan.commands.sweep": Allowed(
+        "budget eligibility errors files memory options progress report.sweep requests sweep "
+        "units workers"
+    ),
     "offplan.kept": Allowed("errors files graph"),
     "offplan.eligibility": Allowed("errors units graph footprint"),
     "offplan.transfers": Allowed("graph footprint"),
@@ -119,7 +127,8 @@ TABLE = {
     ),
     "offplan.exported": Allowed(),
     "offplan.export": Allowed("errors units files graph plan transfers exported"),
-    "offplan.gate": Allowed("errors units files graph eligibility memory plan"),
+    "offplan.diff": Allowed("units graph eligibility plan"),
+    "offplan.gate": Allowed("errors units files graph eligibility memory plan diff"),
     # pytest imports the plugin at once, whatever it runs.
     "offplan.pytest_plugin": Allowed(later="errors plan marked report"),
     "offplan.marked": Allowed(
@@ -151,9 +160,11 @@ TABLE = {
         "errors units eligibility memory budget plan measured report.document report.embed "
         "report.html report.peak"
     ),
+    "offplan.report.diff": Allowed("units diff report.document report.fold"),
     "offplan.report": Allowed(
         "errors units graph eligibility memory costs budget plan gate measured report.*",
     ),
+    "offplan.report.sweep": Allowed("errors report.document sweep units"),
     "offplan.report.*": Allowed(
         "errors units graph eligibility memory costs budget plan gate measured report report.*",
     ),

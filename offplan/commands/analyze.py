@@ -30,7 +30,6 @@ from offplan.options import (
     PartitionerName,
     ProfileText,
     Rules,
-    ShowTraceback,
     actions_of,
     budget_of,
     check_graph_name,
@@ -93,7 +92,6 @@ def analyze(
     plot: Annotated[
         bool, typer.Option("--plot", help="Draw memory over time, and the copies below it.")
     ] = False,
-    traceback_: ShowTraceback = False,
 ) -> None:
     """Trace TARGET, report what it saves and what may leave the device, write the plan."""
     aim = Aim(

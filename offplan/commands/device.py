@@ -11,7 +11,7 @@ from offplan.costs import PROFILE_FILE, find_profile, save_profile
 from offplan.errors import UsageError
 from offplan.files import check_writable
 from offplan.measured import HostLimits
-from offplan.options import Pin, ShowTraceback, reports_errors, width
+from offplan.options import Pin, reports_errors, width
 from offplan.progress import Progress
 from offplan.report.device import render_device, render_host
 from offplan.units import parse_size
@@ -44,7 +44,6 @@ def device(
     format: Annotated[
         Literal["text", "json", "markdown"], typer.Option(help="How to print the profile.")
     ] = "text",
-    traceback_: ShowTraceback = False,
 ) -> None:
     """Measure the GPU here: its link, pinning, compute, and whether copies and compute overlap.
 

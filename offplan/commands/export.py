@@ -20,7 +20,6 @@ from offplan.options import (
     DEFAULT_PLAN,
     GRAPH_SUFFIX,
     ProfileText,
-    ShowTraceback,
     profile_of,
     reports_errors,
     width,
@@ -77,7 +76,6 @@ def export(
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Where to write; stdout if not given."),
     ] = None,
-    traceback_: ShowTraceback = False,
 ) -> None:
     """Write PLAN in a form that other tools take.
 

@@ -23,7 +23,6 @@ from offplan.options import (
     Params,
     PartitionerName,
     Rules,
-    ShowTraceback,
     reports_errors,
     width,
 )
@@ -78,7 +77,6 @@ def gate(
             metavar="FORMAT=FILE", help="Also write the result to a file, as junit=gate.xml."
         ),
     ] = None,
-    traceback_: ShowTraceback = False,
 ) -> None:
     """Fail (exit 3) if a plan skips more bytes than allowed, or its peak is too high.
 

@@ -17,7 +17,7 @@ from offplan.files import FileKind, check_writable, write_atomically
 from offplan.graph import GraphFacts
 from offplan.measured import load_measurement
 from offplan.opened import Opened, open_plan, profile_of
-from offplan.options import DEFAULT_PLAN, ProfileText, ShowTraceback, reports_errors
+from offplan.options import DEFAULT_PLAN, ProfileText, reports_errors
 from offplan.options import profile_of as given_profile
 from offplan.plan import Draft, Plan
 from offplan.plotted import plotted
@@ -56,7 +56,6 @@ def report(
         bool,
         typer.Option("--plot", help="Draw the timeline in the terminal, and write no page."),
     ] = False,
-    traceback_: ShowTraceback = False,
 ) -> None:
     """Write one page for a browser: the memory timeline, every saved storage, the ledger.
 

@@ -20,7 +20,6 @@ from offplan.options import (
     Pin,
     ProfileText,
     Rules,
-    ShowTraceback,
     budget_of,
     profile_of,
     reports_errors,
@@ -84,7 +83,6 @@ def run(
     format: Annotated[
         Literal["text", "json", "markdown"], typer.Option(help="How to print the report.")
     ] = "text",
-    traceback_: ShowTraceback = False,
 ) -> None:
     """Replay a plan for real, next to no plan: peak, time, and whether every bit is the same.
 

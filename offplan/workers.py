@@ -1,0 +1,151 @@
+"""Points of a sweep, each traced and planned in a process of its own kind.
+
+1.  A worker traces one point after another, as many workers at a time as there are jobs.  Tracing
+    takes a core and some gigabytes, so that there are no more jobs than free memory allows.
+2.  Each point is kept by content as soon as it is there: a sweep that is stopped goes on where it
+    was.  What failed is not kept.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from offplan import __version__
+from offplan.budget import Aim
+from offplan.eligibility import RuleSet
+from offplan.errors import OffplanError
+from offplan.kept import keep_result, kept_result
+from offplan.progress import Progress
+from offplan.requests import Request
+from offplan.retrace import Recorder, traced_once
+from offplan.sweep import Axis, Largest, Point, combinations, key, largest, point
+
+# What a trace of a large model takes, torch included.
+_JOB_BYTES = 2 * 1024**3
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all points have in common.  ``again``: take nothing that was kept."""
+
+    request: Request
+    fixed: dict[str, str]
+    rules: RuleSet
+    min_bytes: int
+    aim: Aim
+    again: bool = False
+
+    def at(self, params: dict[str, str]) -> Request:
+        given = [f"{name}={value}" for name, value in {**self.fixed, **params}.items()]
+        return replace(self.request, params=given)
+
+
+def default_jobs() -> int:
+    """As many as there are cores, and as free memory allows."""
+    return max(1, min(os.cpu_count() or 1, _free_bytes() // _JOB_BYTES))
+
+
+def _free_bytes() -> int:
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return _JOB_BYTES
+    sizes = {line.split(":")[0]: line.split()[1] for line in text.splitlines() if ":" in line}
+    return int(sizes.get("MemAvailable", 0)) * 1024
+
+
+@cache
+def _recorder() -> Recorder:
+    # Of the worker: a hook cannot be taken away again.
+    return Recorder()
+
+
+def look(task: Task, params: dict[str, str]) -> Point:
+    """The point at ``params``, in this process."""
+    try:
+        step = traced_once(task.at(params), Progress(), _recorder(), again=task.again)
+        name = __version__.encode() + key(step.facts, task.rules, task.min_bytes, task.aim)
+        known = None if task.again else kept_result(name)
+        if known is not None:
+            found = msgspec.json.decode(known, type=Point)
+            return msgspec.structs.replace(found, params=params)
+        found = point(params, step.facts, task.rules, task.min_bytes, task.aim, step.under)
+    except OffplanError as error:
+        return Point(params, "failed", message=str(error))
+    except Exception as error:  # of the user's model, which can raise anything
+        return Point(params, "failed", message=f"{type(error).__name__}: {error}")
+    keep_result(name, msgspec.json.encode(found))
+    return found
+
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+Look = Callable[[dict[str, str]], Point]
+
+
+@contextmanager
+def workers(task: Task, jobs: int, on_done: Callable[[Point], None]) -> Iterator[Look]:
+    """A function that looks at a point in one of ``jobs`` workers; threads can share it."""
+    # Not by fork: a copy of a process in which torch has started can hang.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_leave_interrupts)
+
+    def ask(params: dict[str, str]) -> Point:
+        found = pool.submit(look, task, params).result()
+        on_done(found)
+        return found
+
+    try:
+        yield ask
+    except BaseException:
+        for process in [*(pool._processes or {}).values()]:
+            process.terminate()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+def _leave_interrupts() -> None:
+    """Ctrl-C ends the command, which ends its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def grid(axes: tuple[Axis, ...], ask: Look, jobs: int) -> tuple[Point, ...]:
+    """Every point."""
+    return tuple(_side_by_side([*combinations(axes)], ask, jobs))
+
+
+def lines(
+    axes: tuple[Axis, ...], along: Axis, ask: Look, jobs: int
+) -> tuple[tuple[Point, ...], tuple[Largest, ...]]:
+    """The largest value of ``along`` for every combination of ``axes``, and the points seen."""
+
+    def line(params: dict[str, str]) -> tuple[Largest, list[Point]]:
+        value, is_monotone, seen = largest(along, lambda value: ask({**params, along.name: value}))
+        return Largest(params, value, is_monotone), seen
+
+    found = list(_side_by_side(combinations(axes), line, jobs))
+    return tuple(p for _, seen in found for p in seen), tuple(each for each, _ in found)
+
+
+def _side_by_side(things: list[_T], do: Callable[[_T], _R], jobs: int) -> Iterator[_R]:
+    with ThreadPoolExecutor(jobs) as pool:
+        asked: list[Future[_R]] = [pool.submit(do, thing) for thing in things]
+        try:
+            for each in asked:
+                yield each.result()
+        except BaseException:
+            for each in asked:
+                each.cancel()
+            raise
