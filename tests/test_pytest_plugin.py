@@ -54,7 +54,7 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
 
 
 def run(project: pytest.Pytester, source: str, *arguments: str) -> pytest.RunResult:
-    project.makepyfile(test_memory=f"import pytest\n{source}")
+    project.makepyfile(test_small_model=f"import pytest\n{source}")
     return project.runpytest_inprocess(*ARGUMENTS, *arguments)
 
 
@@ -314,11 +314,11 @@ def test_a_baseline_is_missed_then_written_then_kept_to(project: pytest.Pytester
     source = marked('target="two.plan.yaml", baseline=True')
     missed = run(project, source)
     missed.assert_outcomes(failed=1)
-    path = "__offplan__/test_memory.test_memory.plan.yaml"
+    path = "__offplan__/test_small_model.test_memory.plan.yaml"
     missed.stdout.fnmatch_lines(
         [
             f"there is no baseline {path}",
-            '  try: pytest --offplan-update "test_memory.py::test_memory" writes it; commit it',
+            '  try: pytest --offplan-update "test_small_model.py::test_memory" writes it; commit it',
         ]
     )
     written = run(project, source, "--offplan-update", "--junitxml=report.xml")
@@ -360,8 +360,8 @@ def test_every_test_and_check_has_a_baseline_of_its_own(project: pytest.Pytester
     run(project, source).assert_outcomes(passed=4)
     names = [path.name for path in (project.path / "__offplan__").iterdir()]
     assert len(names) == 8
-    assert "test_memory.TestModel.test_memory[batch=4].plan.yaml" in names
-    assert "test_memory.TestModel.test_memory[batch=4].2.plan.yaml" in names
+    assert "test_small_model.TestModel.test_memory[batch=4].plan.yaml" in names
+    assert "test_small_model.TestModel.test_memory[batch=4].2.plan.yaml" in names
 
 
 def test_a_baseline_never_replaces_another_file(project: pytest.Pytester) -> None:
@@ -468,11 +468,11 @@ def test_baselines_written_by_workers_are_reported(project: pytest.Pytester) -> 
         )
         for n in range(2)
     )
-    project.makepyfile(test_memory=f"import pytest\n{source}")
+    project.makepyfile(test_small_model=f"import pytest\n{source}")
     done = in_a_process(project, "-p", "xdist", "-n1", "--dist=loadgroup", "--offplan-update")
     assert "2 passed" in done.stdout, done.stdout
-    assert "__offplan__/test_memory.test_0.plan.yaml\n" in done.stdout
-    assert "__offplan__/test_memory.test_1.plan.yaml\n" in done.stdout
+    assert "__offplan__/test_small_model.test_0.plan.yaml\n" in done.stdout
+    assert "__offplan__/test_small_model.test_1.plan.yaml\n" in done.stdout
 
 
 def test_a_run_without_such_tests_imports_neither_torch_nor_the_gate(
@@ -491,7 +491,7 @@ def test_a_run_without_such_tests_imports_neither_torch_nor_the_gate(
 def test_a_plan_file_is_checked_without_torch(project: pytest.Pytester) -> None:
     source = marked('target="two.plan.yaml", max_alias_skipped="1GiB"')
     project.makepyfile(
-        test_memory=f"import pytest, sys\n{source}",
+        test_small_model=f"import pytest, sys\n{source}",
         test_then="import sys\ndef test_then():\n    assert 'torch' not in sys.modules\n",
     )
     done = in_a_process(project)
