@@ -41,8 +41,8 @@ TABLE = {
     ),
     "offplan.__main__": Allowed("cli"),
     "offplan.cli": Allowed(
-        "commands.analyze commands.device commands.diff commands.export commands.gate "
-        "commands.report commands.run commands.sweep"
+        "commands.analyze commands.device commands.diff commands.explain commands.export "
+        "commands.gate commands.report commands.run commands.sweep"
     ),
     "offplan.commands": Allowed(),
     "offplan.commands.analyze": Allowed(
@@ -50,6 +50,9 @@ TABLE = {
         later="charted plotted",
     ),
     "offplan.commands.diff": Allowed("diff options plan report.diff"),
+    "offplan.commands.explain": Allowed(
+        "errors budget costs explain opened options plan progress report.explain", later="decide"
+    ),
     "offplan.commands.gate": Allowed(
         "errors units files eligibility plan gate options requests report report.findings"
     ),
@@ -139,6 +142,19 @@ TABLE = {
     # Steps drawn in time.
     "offplan.charted": Allowed("errors graph transfers memory costs plan relower chart opened"),
     "offplan.plotted": Allowed("options charted report.timeline"),
+    # What is to be said of one storage, or of many.
+    "offplan.named": Allowed("errors graph plan"),
+    "offplan.observed": Allowed("eligibility graph recompute"),
+    "offplan.effects": Allowed(
+        "activations budget costs curve fusion graph joint memory plan recompute schedule "
+        "transfers windows"
+    ),
+    "offplan.explain": Allowed(
+        "units graph footprint eligibility budget costs plan opened named observed effects"
+    ),
+    "offplan.report.explain": Allowed(
+        "units eligibility effects observed explain report.document report.fold report.peak"
+    ),
     "offplan.plainpickle": Allowed(),
     "offplan.dumped": Allowed("errors plainpickle"),
     "offplan.report.timeline": Allowed("units memory chart report.document"),

@@ -318,7 +318,8 @@ def test_a_baseline_is_missed_then_written_then_kept_to(project: pytest.Pytester
     missed.stdout.fnmatch_lines(
         [
             f"there is no baseline {path}",
-            '  try: pytest --offplan-update "test_small_model.py::test_memory" writes it; commit it',
+            '  try: pytest --offplan-update "test_small_model.py::test_memory" writes it; '
+            "commit it",
         ]
     )
     written = run(project, source, "--offplan-update", "--junitxml=report.xml")

@@ -47,10 +47,8 @@ def explain(
         ),
     ] = False,
 ) -> None:
-    """Say what a plan does with a storage and why: who holds it, what would unlock it.
-
-    For example: offplan explain offplan.plan.yaml layers.3.mlp
-    """
+    """Say what a plan does with a storage and why: who holds it, what would unlock it, and what
+    moving it or keeping it would do to the peak and the step."""
     opened = open_plan(plan, graph)
     rates = profile_of(opened.plan, given_profile(profile))
     others = _elsewhere(opened, rates) if elsewhere else ()
