@@ -175,8 +175,10 @@ def _reason(item: Activation, way: Way | None, tried: Tried) -> str:
         freed = format_size(round(item.size_bytes / max(item.cost_ms, 1e-3)))
         return f"computing it again frees {freed} a millisecond"
     moved = {(transfer.region, transfer.storage) for transfer in tried.outlook.transfers}
-    if (item.region, item.storage) in moved and not tried.choices:
-        return "it is away while the peak is reached"
+    if (item.region, item.storage) in moved:
+        if not tried.choices:
+            return "it is away while the peak is reached"
+        return "the budget is met at the least time with it away"
     if item.needed_by is None and way == "keep":
         return "others are computed again from it"
     if item.refused and not item.can_move:

@@ -508,13 +508,7 @@ def _why(plan: Plan, entry: Entry) -> str:
         verdict = PlanVerdict(entry.rule, entry.holder)
         return _because(verdict, skipped[0], rules, plan.min_bytes)
     if entry.prices is not None and entry.prices.reason:
-        # The planner's words for all that it keeps or moves are about where it is.
-        is_away = entry.action == "offload"
-        return (
-            entry.prices.reason.replace("with it there", "with it away")
-            if is_away
-            else (entry.prices.reason)
-        )
+        return entry.prices.reason
     if "offload" not in plan.actions:
         return "the plan may not move anything (--actions)"
     if entry.action == "offload":
