@@ -11,11 +11,11 @@ exit code 3 if a command took 2 s or 300 MiB, or imported torch.  ``--layers 2``
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +75,24 @@ def _slowest(command: list[str], folder: Path, variables: dict[str, str]) -> dic
     }
 
 
+# A process counts what its parent had when it was made, so a small one makes it.
+_WATCH = """
+import json, os, subprocess, sys, time
+start = time.perf_counter()
+process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+_, status, used = os.wait4(process.pid, 0)
+found = {"wall_s": time.perf_counter() - start, "resident_bytes": used.ru_maxrss * 1024}
+print(json.dumps({**found, "exit_code": os.waitstatus_to_exitcode(status)}))
+"""
+
+
 def _once(command: list[str], folder: Path, variables: dict[str, str]) -> dict[str, Any]:
-    start = time.perf_counter()
-    process = subprocess.Popen(
-        command, cwd=folder, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    words = [sys.executable, "-S", "-c", _WATCH, *command]
+    done = subprocess.run(
+        words, cwd=folder, env=variables, check=True, capture_output=True, text=True
     )
-    _, status, used = os.wait4(process.pid, 0)
-    return {
-        "wall_s": time.perf_counter() - start,
-        "resident_bytes": used.ru_maxrss * 1024,
-        "exit_code": os.waitstatus_to_exitcode(status),
-    }
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -22,9 +23,11 @@ from offplan.fusion import is_fused
 from offplan.graph import GraphFacts, digest
 from offplan.joint import Confirm, Joint, Tried
 from offplan.plan import Decided, Draft, Plan, Weighed
-from offplan.program import Way
 from offplan.relower import relowered
 from offplan.units import format_size
+
+if TYPE_CHECKING:
+    from offplan.program import Way
 
 _GUESSED = (
     "how the compiler lowers what is computed again is guessed: analyze the target instead of a "

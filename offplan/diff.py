@@ -152,8 +152,9 @@ class Difference(msgspec.Struct, frozen=True):
 
     @property
     def is_identical(self) -> bool:
+        """Whether there is nothing at all to say."""
         moved = any(row.old != row.new for row in self.quantities)
-        return not (self.differs or self.settings or moved) and self.is_same_graphs
+        return not (self.differs or self.settings or self.notes or moved)
 
 
 def diff(old: Plan, new: Plan) -> Difference:
@@ -420,8 +421,7 @@ def _notes(
     names = [each.name for each in settings]
     traced = [name for name in names if name in _TRACED or name.startswith("-p ")]
     if is_same:
-        if names or changed:
-            yield "both plans are of the same graphs: only what was decided about them can differ"
+        yield from _notes_on_decisions(old, new, differs=bool(names or changed))
     elif not traced:
         yield (
             "the graphs differ, though target, parameters, torch, compiler, partitioner, device, "
@@ -445,5 +445,24 @@ def _notes(
         yield f"the {which} plan predicts no time, as it was made without a profile"
 
 
+def _notes_on_decisions(old: Plan, new: Plan, *, differs: bool) -> Iterator[str]:
+    unequal = [
+        name
+        for name in Plan.__struct_fields__
+        if name != "schema_version" and getattr(old, name) != getattr(new, name)
+    ]
+    if differs:
+        yield "both plans are of the same graphs: only what was decided about them can differ"
+        if old.choices != new.choices:
+            yield (
+                "other ops run again in the backward: what only one plan saves, the other "
+                "computes again from what it saves, or does not need"
+            )
+    elif unequal:
+        yield f"nothing that is compared here differs, but the plans' {_listed(unequal)} do"
+
+
 def _listed(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
     return " and ".join((", ".join(names[:-1]), names[-1]))

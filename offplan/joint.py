@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -41,11 +42,13 @@ from offplan.budget import (
 from offplan.costs import device_times_ms, profile_for
 from offplan.errors import BudgetError
 from offplan.graph import GraphFacts
-from offplan.program import Program, Solution, Step
 from offplan.recompute import Choice, apply, copies
 from offplan.roofline import is_view
 from offplan.transfers import Move
 from offplan.windows import twins
+
+if TYPE_CHECKING:
+    from offplan.program import Program, Solution
 
 # Activations smaller than this stay as they are.
 MIN_BYTES = 1024**2
@@ -137,6 +140,9 @@ class Joint:
     def _program(self, speed: float) -> Program:
         """The program with a link of this part of the speed; without any, nothing moves."""
         if speed not in self._programs:
+            # A solver takes a third of a second to import, and commands that read plans need none.
+            from offplan.program import Program, Step
+
             planner = self.base.planner
             rates = planner.costs.rates
             step = Step(

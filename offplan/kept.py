@@ -1,10 +1,11 @@
 """What commands keep on disk by content, so that the next one need not trace again.
 
 1.  The folder is ``$OFFPLAN_CACHE``, else ``offplan`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``.
-2.  ``graphs/<hex>.graph.z`` has graphs by their digest, compressed.  ``traces/<hex>.json`` says of
-    one request (``TraceKey``) which graphs its trace had, and which files of the user's it read,
-    with their hashes: it holds while all of them are as they were.  ``results/<hex>`` has what
-    was computed from a key.
+2.  ``graphs/<hex>.<hex>.graph.z`` has graphs by their digest and by all that they say, compressed:
+    graphs of one digest differ in names, source lines, the GPU, and how they are lowered.
+    ``traces/<hex>.json`` says of one request (``TraceKey``) which graphs its trace had, and which
+    files of the user's it read, with their hashes: it holds while all of them are as they were.
+    ``results/<hex>`` has what was computed from a key.
 3.  It is a cache: what is damaged or stale counts as not there; what cannot be written is not
     kept; and beyond ``LIMIT_BYTES`` the files that were used least recently go.
 
@@ -43,7 +44,10 @@ class TraceKey(msgspec.Struct, frozen=True):
 
 
 class _Trace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``graph`` is the checksum of all that the graphs say."""
+
     digest: str
+    graph: str
     files: dict[str, str]
 
 
@@ -52,24 +56,48 @@ def folder() -> Path | None:
     named = os.environ.get("OFFPLAN_CACHE", "")
     if named:
         return None if named == _OFF else Path(named)
-    above = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    try:
+        above = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    except RuntimeError:
+        # A container's user can be without a home.
+        return None
     return Path(above) / "offplan"
 
 
 def keep_graph(facts: GraphFacts) -> Path | None:
-    """Keep ``facts`` by their digest; None if that cannot be done."""
-    path = _graph_path(digest(facts))
+    """Keep ``facts``; None if that cannot be done."""
+    content = save_graph(facts)
+    path = _graph_path(digest(facts), _checksum(content))
     if path is None:
         return None
-    content = KEPT_FILE.first_bytes + zlib.compress(save_graph(facts), 1)
-    return path if _write(path, content) else None
+    return path if _write(path, KEPT_FILE.first_bytes + zlib.compress(content, 1)) else None
 
 
-def kept_graph(name: str) -> GraphFacts | None:
-    """The graphs whose digest is ``name``, if they were kept."""
-    path = _graph_path(name)
-    content = None if path is None else _read(path)
-    if path is None or content is None:
+def kept_graph(name: str, gpu: str | None = None) -> GraphFacts | None:
+    """The graphs whose digest is ``name``, traced for ``gpu`` if one is named, that were used last;
+    None if none were kept."""
+    for path in _newest_first(_graph_path(name, "*")):
+        facts = _graph(path, name)
+        if facts is not None and gpu in (None, facts.gpu):
+            return facts
+    return None
+
+
+def _newest_first(pattern: Path | None) -> list[Path]:
+    if pattern is None:
+        return []
+    found = []
+    for path in pattern.parent.glob(pattern.name):
+        # Another process may be removing it.
+        with suppress(OSError):
+            found.append((path.stat().st_mtime_ns, path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _graph(path: Path, name: str) -> GraphFacts | None:
+    """The graphs in ``path``, which goes if it does not have those of digest ``name``."""
+    content = _read(path)
+    if content is None:
         return None
     try:
         unpacked = zlib.decompressobj()
@@ -88,11 +116,13 @@ def keep_trace(key: TraceKey, facts: GraphFacts, files: Iterable[Path]) -> None:
     """Keep ``facts`` as what a trace of ``key`` has that read ``files`` of the user's."""
     path = _trace_path(key)
     hashes = {str(file): _hash(file) for file in sorted(set(files))}
-    if path is None or keep_graph(facts) is None:
+    graph = keep_graph(facts)
+    if path is None or graph is None:
         return
     known = {name: found for name, found in hashes.items() if found is not None}
     if len(known) == len(hashes):
-        _write(path, KEPT_FILE.first_bytes + msgspec.json.encode(_Trace(digest(facts), known)))
+        trace = _Trace(digest(facts), _checksum(save_graph(facts)), known)
+        _write(path, KEPT_FILE.first_bytes + msgspec.json.encode(trace))
 
 
 def kept_trace(key: TraceKey) -> GraphFacts | None:
@@ -107,11 +137,9 @@ def kept_trace(key: TraceKey) -> GraphFacts | None:
         return None
     if any(_hash(Path(name)) != known for name, known in found.files.items()):
         return None
-    facts = kept_graph(found.digest)
-    # The digest leaves out names and source lines, which another target can have with these graphs.
-    if facts is None or (facts.target.spec, facts.target.params) != (key.spec, key.params):
-        return None
-    return facts
+    graph = _graph_path(found.digest, found.graph)
+    facts = None if graph is None else _graph(graph, found.digest)
+    return facts if facts is None or _checksum(save_graph(facts)) == found.graph else None
 
 
 def keep_result(key: bytes, content: bytes) -> None:
@@ -134,11 +162,17 @@ def _result_path(key: bytes) -> Path | None:
     return None if above is None else above / "results" / stem
 
 
-def _graph_path(name: str) -> Path | None:
+def _graph_path(name: str, checksum: str) -> Path | None:
     """Named by hash alone, so that no digest in a file can point outside the folder."""
     above = folder()
+    if above is None or not (checksum == "*" or checksum.isalnum()):
+        return None
     stem = hashlib.sha256(name.encode()).hexdigest()[:40]
-    return None if above is None else above / "graphs" / f"{stem}.graph.z"
+    return above / "graphs" / f"{stem}.{checksum}.graph.z"
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _trace_path(key: TraceKey) -> Path | None:

@@ -86,7 +86,7 @@ def _found(plan: Plan, path: Path, graph: Path | None) -> Iterator[tuple[str, Gr
         yield digest(facts), facts
         return
     for name in set(wanted):
-        kept = kept_graph(name)
+        kept = kept_graph(name, plan.gpu)
         if kept is not None:
             yield name, kept
     beside = _beside(path)

@@ -1,8 +1,8 @@
 """A traced step: an earlier trace of the same code, or a new one that is kept.
 
-1.  A trace is the same if the request is, the versions of what it runs on are, and every file that
-    the earlier one read is as it was: modules of the user's (``sys.modules``) and whatever else was
-    opened for reading meanwhile (``sys.audit``), outside of installed packages.
+1.  A trace is the same if the request is, the versions of all that is installed are, and every file
+    that the earlier one read is as it was: modules of the user's (``sys.modules``) and whatever
+    else was opened for reading meanwhile (``sys.audit``), outside of installed packages.
 2.  What a target learns otherwise, from the environment, a clock or a network, is not seen: a
     command that must know traces anew.
 3.  Under a compiler that is asked how it lowers a choice, an earlier trace cannot be asked: the
@@ -11,9 +11,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from offplan.requests import Request, Step, step_of
 
 _VERSIONS = ("torch", "transformers", "timm", "offplan")
 _SYSTEM = ("/proc", "/sys", "/dev")
+_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class Recorder:
@@ -83,9 +87,10 @@ def _key(request: Request) -> TraceKey:
         "compiler": request.compiler,
         "partitioner": request.partitioner,
         # Where there is a GPU, it chooses kernels itself.
-        "present": str(Path("/dev/nvidia0").exists()),
+        "present": _present(),
     }
-    versions = {name: _version(name) for name in _VERSIONS} | {"python": sys.version}
+    versions = {name: _version(name) for name in _VERSIONS}
+    versions |= {"python": sys.version, "packages": _packages()}
     where = str(Path.cwd())
     return TraceKey(
         request.target, parse_params(request.params), options, versions | {"folder": where}
@@ -97,6 +102,25 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return ""
+
+
+def _packages() -> str:
+    """A checksum of all that is installed: names of its metadata have the versions."""
+    found = set()
+    for above in sys.path:
+        with suppress(OSError):
+            names = os.listdir(above or ".")
+            found |= {name for name in names if name.endswith((".dist-info", ".egg-info"))}
+    return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()
+
+
+def _present() -> str:
+    """Models of the GPUs that are there."""
+    models = []
+    for path in sorted(_GPUS.glob("*/information")):
+        with suppress(OSError):
+            models.append(path.read_text().partition("\n")[0].removeprefix("Model:").strip())
+    return ", ".join(models)
 
 
 def _later(request: Request, progress: Progress) -> Callable[[Sequence[Choice]], GraphFacts] | None:

@@ -6,13 +6,15 @@
     budget, *fits with a plan* if there is one, and *does not fit* otherwise; a point whose trace
     fails has *failed*, with the message.  Without a budget points are *predicted* only.
 3.  The *largest* value of an axis, for each combination of the others, is found by bisection: more
-    is taken to need more.  Where points that were looked at say otherwise, the line is not
-    *monotone*, and what is found is a value that fits whose next one does not.
-4.  ``key`` names what a point depends on beside the graphs, so that points can be kept by content.
+    is taken to need more.  Where a point that was looked at needs less than one before it, the line
+    is not *monotone*, and what is found is a value that fits whose next one does not.
+4.  ``key`` names all that a point depends on, so that points can be kept by content: the graphs
+    with all that they say, for two GPUs can have the same ones, and what was asked.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +26,7 @@ from offplan.budget import Aim
 from offplan.decide import Decisions
 from offplan.eligibility import RuleSet
 from offplan.errors import BudgetError, UsageError
-from offplan.graph import GraphFacts, digest
+from offplan.graph import GraphFacts, save_graph
 from offplan.joint import Confirm
 
 Outcome = Literal["predicted", "fits", "fits with a plan", "does not fit", "failed"]
@@ -155,7 +157,8 @@ def key(facts: GraphFacts, rules: RuleSet, min_bytes: int, aim: Aim) -> bytes:
         sorted(aim.op_ms.items()),
         aim.actions,
     )
-    return msgspec.json.encode((digest(facts), rules, min_bytes, msgspec.to_builtins(given)))
+    content = hashlib.sha256(save_graph(facts)).hexdigest()
+    return msgspec.json.encode((content, rules, min_bytes, msgspec.to_builtins(given)))
 
 
 def point(
@@ -211,11 +214,10 @@ def largest(axis: Axis, look: Callable[[str], Point]) -> tuple[str | None, bool,
         middle = high - 1 if not seen else (low + high) // 2
         seen[middle] = look(axis.values[middle])
         low, high = (middle, high) if seen[middle].does_fit else (low, middle)
-    fitting = [place for place, found in seen.items() if found.does_fit]
-    failing = [place for place, found in seen.items() if not found.does_fit]
-    is_monotone = not fitting or not failing or max(fitting) < min(failing)
     points = [seen[place] for place in sorted(seen)]
-    return (axis.values[low] if low >= 0 else None), is_monotone, points
+    # Bisection itself never sees one that fits above one that does not.
+    needed = [each.no_plan_bytes for each in points if each.no_plan_bytes is not None]
+    return (axis.values[low] if low >= 0 else None), needed == sorted(needed), points
 
 
 def ascending(axis: Axis) -> Axis:

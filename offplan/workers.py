@@ -2,17 +2,23 @@
 
 1.  A worker traces one point after another, as many workers at a time as there are jobs.  Tracing
     takes a core and some gigabytes, so that there are no more jobs than free memory allows.
-2.  Each point is kept by content as soon as it is there: a sweep that is stopped goes on where it
-    was.  What failed is not kept.
+2.  Each point is kept by content, and by offplan's own code, as soon as it is there: a sweep that
+    is stopped, which it is at once, goes on where it was.  What failed is not kept.
+3.  A worker that is killed, as systems do that run out of memory, fails its point and no other.
+4.  What models print goes to stderr: stdout has the result.
 """
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
+import queue
 import signal
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -33,6 +39,11 @@ from offplan.sweep import Axis, Largest, Point, combinations, key, largest, poin
 
 # What a trace of a large model takes, torch included.
 _JOB_BYTES = 2 * 1024**3
+# Parts of offplan that make no difference to a point.
+_NOT_OF_POINTS = ("report", "replay", "commands", "__pycache__")
+_KILLED = (
+    "its process was killed, as systems do that run out of memory\n  try: fewer at a time: --jobs 1"
+)
 
 
 @dataclass(frozen=True)
@@ -71,11 +82,21 @@ def _recorder() -> Recorder:
     return Recorder()
 
 
+@cache
+def _own_code() -> bytes:
+    """The version, and a checksum of the code that makes points, which a checkout changes."""
+    state = hashlib.sha256(__version__.encode())
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        if path.relative_to(_PACKAGE).parts[0] not in _NOT_OF_POINTS:
+            state.update(path.read_bytes())
+    return state.digest()
+
+
 def look(task: Task, params: dict[str, str]) -> Point:
     """The point at ``params``, in this process."""
     try:
         step = traced_once(task.at(params), Progress(), _recorder(), again=task.again)
-        name = __version__.encode() + key(step.facts, task.rules, task.min_bytes, task.aim)
+        name = _own_code() + key(step.facts, task.rules, task.min_bytes, task.aim)
         known = None if task.again else kept_result(name)
         if known is not None:
             found = msgspec.json.decode(known, type=Point)
@@ -83,12 +104,13 @@ def look(task: Task, params: dict[str, str]) -> Point:
         found = point(params, step.facts, task.rules, task.min_bytes, task.aim, step.under)
     except OffplanError as error:
         return Point(params, "failed", message=str(error))
-    except Exception as error:  # of the user's model, which can raise anything
+    except (Exception, SystemExit) as error:  # of the user's model, which can raise anything
         return Point(params, "failed", message=f"{type(error).__name__}: {error}")
     keep_result(name, msgspec.json.encode(found))
     return found
 
 
+_PACKAGE = Path(__file__).parent
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 Look = Callable[[dict[str, str]], Point]
@@ -97,28 +119,53 @@ Look = Callable[[dict[str, str]], Point]
 @contextmanager
 def workers(task: Task, jobs: int, on_done: Callable[[Point], None]) -> Iterator[Look]:
     """A function that looks at a point in one of ``jobs`` workers; threads can share it."""
-    # Not by fork: a copy of a process in which torch has started can hang.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_leave_interrupts)
+    # A pool for each worker: one that is killed breaks its pool, with all that waits for it.
+    idle: queue.SimpleQueue[ProcessPoolExecutor] = queue.SimpleQueue()
+    pools = [_worker() for _ in range(jobs)]
+    for pool in pools:
+        idle.put(pool)
+    stopped = threading.Event()
 
     def ask(params: dict[str, str]) -> Point:
-        found = pool.submit(look, task, params).result()
+        pool = idle.get()
+        try:
+            if stopped.is_set():
+                raise CancelledError
+            found = pool.submit(look, task, params).result()
+        except BrokenProcessPool:
+            if stopped.is_set():
+                raise
+            found = Point(params, "failed", message=_KILLED)
+            pool = _worker()
+            pools.append(pool)
+        finally:
+            idle.put(pool)
         on_done(found)
         return found
 
     try:
         yield ask
     except BaseException:
-        for process in [*(pool._processes or {}).values()]:
-            process.terminate()
-        pool.shutdown(wait=False, cancel_futures=True)
+        stopped.set()
+        for pool in pools:
+            for process in [*(pool._processes or {}).values()]:
+                process.terminate()
         raise
-    pool.shutdown()
+    finally:
+        for pool in pools:
+            pool.shutdown(cancel_futures=True)
 
 
-def _leave_interrupts() -> None:
-    """Ctrl-C ends the command, which ends its workers."""
+def _worker() -> ProcessPoolExecutor:
+    # Not by fork: a copy of a process in which torch has started can hang.
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, mp_context=context, initializer=_start)
+
+
+def _start() -> None:
+    """Ctrl-C ends the command, which ends its workers; and definition 4."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)
 
 
 def grid(axes: tuple[Axis, ...], ask: Look, jobs: int) -> tuple[Point, ...]:
@@ -140,12 +187,11 @@ def lines(
 
 
 def _side_by_side(things: list[_T], do: Callable[[_T], _R], jobs: int) -> Iterator[_R]:
-    with ThreadPoolExecutor(jobs) as pool:
-        asked: list[Future[_R]] = [pool.submit(do, thing) for thing in things]
-        try:
-            for each in asked:
-                yield each.result()
-        except BaseException:
-            for each in asked:
-                each.cancel()
-            raise
+    pool = ThreadPoolExecutor(jobs)
+    asked: list[Future[_R]] = [pool.submit(do, thing) for thing in things]
+    try:
+        for each in asked:
+            yield each.result()
+    finally:
+        # Not waited for: what they ask for is stopped next.
+        pool.shutdown(wait=False, cancel_futures=True)

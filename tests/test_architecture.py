@@ -91,8 +91,8 @@ TABLE = {
     "offplan.sweep": Allowed("budget decide eligibility errors graph joint"),
     "offplan.workers": Allowed("budget eligibility errors kept progress requests retrace sweep"),
     "offplan.commands.sweep": Allowed(
-        "budget eligibility errors files memory options progress report.sweep requests sweep "
-        "units workers"
+        "budget eligibility errors files memory options progress report.document report.sweep "
+        "requests sweep units workers"
     ),
     "offplan.kept": Allowed("errors files graph"),
     "offplan.eligibility": Allowed("errors units graph footprint"),
@@ -117,11 +117,12 @@ TABLE = {
     "offplan.program": Allowed("activations schedule"),
     "offplan.relower": Allowed("graph recompute"),
     "offplan.joint": Allowed(
-        "errors graph transfers windows roofline costs budget recompute activations program"
+        "errors graph transfers windows roofline costs budget recompute activations",
+        later="program",
     ),
     "offplan.decide": Allowed(
-        "units fusion graph eligibility costs budget recompute activations program relower joint "
-        "plan"
+        "units fusion graph eligibility costs budget recompute activations relower joint plan",
+        later="program",
     ),
     # make_plan calls the planner; check_plan, which proves what it made, must not (tested below).
     "offplan.plan": Allowed(

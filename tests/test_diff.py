@@ -12,10 +12,11 @@ from hypothesis import given
 from typer.testing import CliRunner
 
 from offplan.cli import app
-from offplan.diff import Change, diff
+from offplan.diff import Change, Quantity, diff
 from offplan.errors import UsageError
 from offplan.graph import GraphFacts
 from offplan.plan import Plan, load_plan, make_plan
+from offplan.recompute import Choice
 from offplan.report.diff import render_diff
 
 SCHEMA_2 = Path(__file__).parent / "schema_2.plan.yaml"
@@ -118,6 +119,22 @@ def test_settings_that_differ_are_named_and_several_at_once_are_not_told_apart()
     assert any(note.startswith("torch and partitioner changed at once") for note in found.notes)
 
 
+def test_plans_that_differ_in_nothing_compared_are_not_called_the_same() -> None:
+    old = plan()
+    found = diff(old, msgspec.structs.replace(old, warnings=("something",)))
+    assert not found.differs
+    assert not found.is_identical
+    assert found.notes == ("nothing that is compared here differs, but the plans' warnings do",)
+
+
+def test_other_ops_that_run_again_explain_what_only_one_plan_saves() -> None:
+    old = plan()
+    found = diff(old, msgspec.structs.replace(old, budget=0, choices=(Choice(0, (1,)),)))
+    assert any(note.startswith("other ops run again in the backward") for note in found.notes)
+    other = diff(old, msgspec.structs.replace(old, budget=0))
+    assert not any(note.startswith("other ops run again") for note in other.notes)
+
+
 @given(graph_facts(), graph_facts())
 @DRAWN
 def test_differences_add_up_to_what_is_saved(a: GraphFacts, b: GraphFacts) -> None:
@@ -139,6 +156,25 @@ def test_layers_that_changed_alike_are_one_row() -> None:
         "                aten.mm.default float32[2097152] (model.py:1)\n"
         "                action: keep -> offload\n"
     )
+
+
+def test_a_storage_that_grew_shows_both_sizes() -> None:
+    text = render_diff(diff(plan(MODULES[:1]), plan(MODULES[:1], rows=4096)))
+    assert text.split("Changed")[1].split("\n\n")[0] == (
+        ": 1 storage (+8.39 MB)\n"
+        "  +8.39 MB    layers.0.mlp\n"
+        "              aten.mm.default, keep (model.py:1)\n"
+        "              grown: float32[2097152] of 8.39 MB -> float32[4194304] of 16.78 MB"
+    )
+
+
+def test_a_number_is_not_shown_for_a_difference_too_small_to_print() -> None:
+    found = diff(plan(), plan(budget=0))
+    times = tuple(Quantity(name, "ms", 5.30, 5.31) for name in ("step, no plan", "step, plan"))
+    numbers = (*times, Quantity("stalled", "ms", 1.0, 1.2))
+    text = render_diff(msgspec.structs.replace(found, quantities=numbers))
+    assert "step" not in text
+    assert "+0.2 ms" in text
 
 
 def test_rows_beyond_the_top_are_counted() -> None:

@@ -65,16 +65,41 @@ def test_what_is_damaged_counts_as_not_there(facts: GraphFacts, damage: object) 
 def test_graphs_under_another_name_are_not_taken(facts: GraphFacts) -> None:
     path, other = keep_graph(facts), "sha256:" + 64 * "0"
     assert path is not None
-    wrong = kept._graph_path(other)
+    wrong = kept._graph_path(other, "0")
     assert wrong is not None
     wrong.write_bytes(path.read_bytes())
     assert kept_graph(other) is None
 
 
 def test_a_digest_names_no_file_outside_the_folder(cache: Path) -> None:
-    path = kept._graph_path("../../../etc/passwd")
+    path = kept._graph_path("../../../etc/passwd", "0")
     assert path is not None
     assert path.parent == cache / "graphs"
+    assert kept._graph_path("sha256:0", "../../../etc/passwd") is None
+
+
+def test_graphs_of_one_digest_for_two_gpus_are_both_kept(facts: GraphFacts) -> None:
+    other = msgspec.structs.replace(facts, gpu="NVIDIA A100-SXM4-80GB")
+    assert digest(other) == digest(facts)
+    assert facts.gpu != other.gpu
+    for each in (facts, other):
+        keep_graph(each)
+    for each in (facts, other):
+        assert kept_graph(digest(facts), each.gpu) == each
+    assert kept_graph(digest(facts), "another") is None
+
+
+def test_a_user_without_a_home_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, facts: GraphFacts
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("OFFPLAN_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    assert keep_graph(facts) is None
+    assert kept_graph(digest(facts)) is None
 
 
 def test_a_trace_holds_while_its_files_are_as_they_were(facts: GraphFacts, tmp_path: Path) -> None:
@@ -92,12 +117,11 @@ def test_a_trace_holds_while_its_files_are_as_they_were(facts: GraphFacts, tmp_p
     assert kept_trace(KEY) is None
 
 
-def test_a_trace_whose_graphs_another_target_replaced_is_not_taken(
-    facts: GraphFacts, tmp_path: Path
-) -> None:
+def test_a_trace_has_its_own_graphs_whatever_else_has_their_digest(facts: GraphFacts) -> None:
     keep_trace(KEY, facts, [])
-    keep_graph(msgspec.structs.replace(facts, target=TargetRef("other.py")))
-    assert kept_trace(KEY) is None
+    other = msgspec.structs.replace(facts, target=TargetRef("other.py"), gpu="another")
+    keep_trace(msgspec.structs.replace(KEY, spec="other.py"), other, [])
+    assert kept_trace(KEY) == facts
 
 
 def test_results_are_found_by_what_they_were_computed_from() -> None:

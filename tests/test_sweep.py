@@ -5,17 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 from fused_steps import fused_step
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from offplan.budget import FLOOR, Aim, of_bytes
 from offplan.cli import app
 from offplan.errors import UsageError
-from offplan.graph import digest
 from offplan.report.sweep import render_sweep
 from offplan.retrace import read_files
 from offplan.sweep import Axis, Point, Sweep, ascending, axes_of, combinations, key, largest, point
@@ -70,18 +75,19 @@ def test_bisection_finds_the_largest_that_fits(fitting: int) -> None:
 
 
 def test_a_line_that_is_not_monotone_says_so() -> None:
-    def look(value: str) -> Point:
-        return Point({"batch": value}, "does not fit" if value in ("8", "16") else "fits")
+    def found(sizes: dict[str, int]) -> tuple[str | None, bool]:
+        def look(value: str) -> Point:
+            size = sizes.get(value, int(value))
+            return Point({"batch": value}, "fits" if size <= 9 else "does not fit", None, size)
 
-    value, is_monotone, _ = largest(BATCH, look)
-    assert value is not None
-    assert look(value).does_fit
-    assert is_monotone
+        value, is_monotone, _ = largest(BATCH, look)
+        assert value is None or look(value).does_fit
+        return value, is_monotone
 
-    def odd(value: str) -> Point:
-        return Point({"batch": value}, "fits" if value in ("12", "4") else "does not fit")
-
-    assert largest(BATCH, odd)[0] in ("4", "12", None)
+    assert found({}) == ("9", True)
+    # Of 16, 8, 4 and so on, 8 needs more than 16.
+    assert found({"8": 20}) == ("7", False)
+    assert found({"4": 9, "8": 8}) == ("9", True)
 
 
 def test_an_axis_of_words_has_no_largest() -> None:
@@ -123,9 +129,10 @@ def test_a_key_has_all_that_a_point_depends_on() -> None:
         key(facts, "whole-storage", 1, Aim(host_bytes=1)),
         key(facts, "whole-storage", 1, Aim(op_ms={"a": 1.0})),
         key(facts, "whole-storage", 1, Aim(actions=("keep",))),
+        # The same graphs, in another time and with other workspaces.
+        key(replace(facts, gpu="NVIDIA A100-SXM4-80GB"), "whole-storage", 1, Aim()),
     }
-    assert len(keys) == 7
-    assert digest(facts).encode() in key(facts, "whole-storage", 1, Aim())
+    assert len(keys) == 8
 
 
 def test_a_grid_is_in_the_order_of_its_axes() -> None:
@@ -222,6 +229,62 @@ def test_a_sweep_for_real_goes_on_from_what_was_kept(
     # The file that the target reads is one of what the trace depends on.
     assert "width.txt" in traces[0].read_text()
     assert len(list((tmp_path / "cache" / "results").iterdir())) == 1
+
+
+HARSH = """
+import os
+from torch import nn, randn
+
+def build(batch: int = 2):
+    print("built", batch)
+    if batch == 3:
+        os.kill(os.getpid(), 9)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+    if batch == 4:
+        model.register_forward_pre_hook(lambda *given: exit(5))
+    return model, (randn(batch, 8),)
+"""
+
+
+def test_a_model_that_prints_exits_or_is_killed_leaves_the_other_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFPLAN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model.py").write_text(HARSH)
+    words = ["model.py", "-p", "batch=2..5", "--device", "cpu", "--jobs", "1", "--format", "json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "offplan", "sweep", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    points = json.loads(done.stdout)["points"]
+    outcomes = [each["outcome"] for each in points]
+    assert outcomes == ["predicted", "failed", "failed", "predicted"]
+    assert "was killed" in points[1]["message"]
+
+
+def test_an_interrupted_sweep_leaves_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def interrupted(task: object, jobs: int, on_done: Callable[[Point], None]) -> Iterator[object]:
+        on_done(Point({"batch": "2"}, "predicted"))
+        on_done(Point({"batch": "1"}, "predicted"))
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("offplan.commands.sweep.workers", interrupted)
+    monkeypatch.chdir(tmp_path)
+    words = ["sweep", "model.py", "-p", "batch=1..9", "-o", "out.json"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 130
+    assert "2 points done" in result.stderr
+    written = msgspec.json.decode((tmp_path / "out.json").read_bytes(), type=Sweep)
+    assert [each.params["batch"] for each in written.points] == ["1", "2"]
 
 
 def test_nothing_to_sweep_over_is_wrong_usage() -> None:

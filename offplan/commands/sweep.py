@@ -36,6 +36,7 @@ from offplan.options import (
     width,
 )
 from offplan.progress import Progress
+from offplan.report.document import counted
 from offplan.report.sweep import render_sweep
 from offplan.requests import Request
 from offplan.sweep import Axis, Point, Sweep, ascending, axes_of, combinations
@@ -118,7 +119,18 @@ def sweep(
         ),
         again,
     )
-    found = _swept(task, axes, along, budget or "", jobs or default_jobs())
+    done: list[Point] = []
+    try:
+        found = _swept(task, axes, along, budget or "", jobs or default_jobs(), done)
+    except KeyboardInterrupt:
+        points = tuple(sorted(done, key=lambda point: _place(axes, point)))
+        if output is not None and as_file is not None and points:
+            part = Sweep(target, axes, budget or "", points)
+            write_atomically(output, render_sweep(part, as_file).encode(), _ANY)
+            typer.echo(f"wrote {output}", err=True)
+        if points:
+            typer.echo(f"{counted(len(points), 'point')} done: the same command goes on", err=True)
+        raise
     typer.echo(render_sweep(found, format, width(), color=_has_color()), nl=False)
     if output is not None and as_file is not None:
         write_atomically(output, render_sweep(found, as_file).encode(), _ANY)
@@ -127,8 +139,19 @@ def sweep(
         raise typer.Exit(3)
 
 
-def _swept(task: Task, axes: tuple[Axis, ...], along: Axis | None, budget: str, jobs: int) -> Sweep:
-    done: list[Point] = []
+def _place(axes: tuple[Axis, ...], point: Point) -> tuple[int, ...]:
+    return tuple(axis.values.index(point.params[axis.name]) for axis in axes)
+
+
+def _swept(
+    task: Task,
+    axes: tuple[Axis, ...],
+    along: Axis | None,
+    budget: str,
+    jobs: int,
+    done: list[Point],
+) -> Sweep:
+    """The sweep; ``done`` takes its points as they come."""
     with Progress() as progress:
 
         def note(point: Point) -> None:

@@ -33,6 +33,7 @@ DEFAULT_TOP = 20
 
 # Always printed, equal or not.
 _MAIN = ("peak, no plan", "peak, plan", "floor", "saved", "moved")
+_RESIZED = frozenset(("grown", "shrunk", "reshaped"))
 _TITLES = {"appeared": "Appeared", "gone": "Gone", "changed": "Changed"}
 
 
@@ -82,7 +83,7 @@ def _summary(difference: Difference) -> str:
 
 
 def _numbers(quantities: Sequence[Quantity]) -> Table:
-    shown = [row for row in quantities if row.name in _MAIN or row.old != row.new]
+    shown = [row for row in quantities if row.name in _MAIN or _signed(row) or _is_partial(row)]
     return Table(
         columns=("", "old", "new", "delta"),
         rows=tuple(
@@ -101,8 +102,12 @@ def _cell(value: float | None, unit: Unit) -> str:
     return f"{value:,.1f} ms" if unit == "ms" else f"{int(value):,}"
 
 
+def _is_partial(row: Quantity) -> bool:
+    return (row.old is None) != (row.new is None)
+
+
 def _signed(row: Quantity) -> str:
-    if not row.delta:
+    if not row.delta or _cell(abs(row.delta), row.unit) == _cell(0, row.unit):
         return ""
     return ("+" if row.delta > 0 else "") + _cell(row.delta, row.unit)
 
@@ -178,9 +183,10 @@ def _details(change: Change) -> Iterator[str]:
     if old is None or new is None:
         yield f"{item.op} {_typed(item)}, {item.action}{source}"
         return
-    # An action that differs has its own line.
+    # What differs has its own line.
+    typed = "" if _RESIZED.intersection(change.facets) else f" {_typed(item)}"
     action = "" if "action" in change.facets else f", {item.action}"
-    yield f"{item.op} {_typed(item)}{action}{source}"
+    yield f"{item.op}{typed}{action}{source}"
     if "grown" in change.facets or "shrunk" in change.facets:
         yield (
             f"{change.facets[0]}: {_typed(old)} of {format_size(old.size_bytes)} -> {_typed(new)} "

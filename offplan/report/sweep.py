@@ -57,7 +57,9 @@ def render_sweep(
     if format != "text":
         raise UsageError(f"--format {format}: not one of {', '.join(FORMATS)}")
     maps = "".join(_rendered(each, width, color=color) + "\n" for each in _maps(found))
-    return to_text(_head(found), width) + maps + to_text(_tail(found), width)
+    tail = [*_tail(found)]
+    text = to_text(_head(found), width) + maps.rstrip("\n") + "\n"
+    return text + ("\n" + to_text(tail, width) if tail else "")
 
 
 def _csv(found: Sweep) -> str:
@@ -88,7 +90,11 @@ def _tail(found: Sweep) -> Iterator[Block]:
     for each in found.largest:
         where = _words(each.params) or "of all"
         value = f"{found.along}={each.value}" if each.value is not None else "nothing fits"
-        odd = "" if each.is_monotone else " (a larger one was seen to fit, too)"
+        odd = (
+            ""
+            if each.is_monotone
+            else " (more is not always more here, so a larger one may fit, too)"
+        )
         said.append((where, f"{value}{odd}"))
     if said:
         yield Heading(f"The largest {found.along} that fits")
@@ -96,9 +102,18 @@ def _tail(found: Sweep) -> Iterator[Block]:
     failed = [point for point in found.points if point.outcome == "failed"]
     if failed:
         yield Heading("Failed")
-        yield Paragraph(tuple((_words(point.params), point.message) for point in failed))
+        yield Paragraph(tuple((_words(point.params), _one_line(point.message)) for point in failed))
+    marks = []
     if any(point.outcome == "fits with a plan" for point in found.points):
-        yield Paragraph((("", "* fits with a plan; without a mark it fits as it is"),))
+        marks.append(("", "* fits with a plan; without a mark it fits as it is"))
+    if len(found.axes) > 1 and any(point.outcome == "does not fit" for point in found.points):
+        marks.append(("", "no: does not fit, with the least peak that any plan has"))
+    if marks:
+        yield Paragraph(tuple(marks))
+
+
+def _one_line(message: str) -> str:
+    return "; ".join(line.strip() for line in message.splitlines())
 
 
 def _words(params: dict[str, str]) -> str:
