@@ -21,6 +21,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from offplan.errors import OffplanError
 from offplan.graph import GraphFacts, Op, StorageId
@@ -114,7 +115,7 @@ def _by_id(name: str, known: tuple[Subject, ...], facts: GraphFacts | None) -> I
 def _by_name(
     name: str, known: tuple[Subject, ...], sites: tuple[Site, ...], facts: GraphFacts | None
 ) -> Iterator[Subject]:
-    saved = [each for each in known if name in _names(each)]
+    saved = [each for each in known if name in _said(each, "name")]
     yield from saved
     if saved or facts is None:
         return
@@ -134,7 +135,9 @@ def _by_name(
 def _by_source(name: str, known: tuple[Subject, ...], sites: tuple[Site, ...]) -> Iterator[Subject]:
     if _SOURCE.fullmatch(name) is None:
         return
-    at_line = [each for each in known if any(_is_line(name, line) for line in _sources(each))]
+    at_line = [
+        each for each in known if any(_is_line(name, line) for line in _said(each, "source"))
+    ]
     yield from at_line
     if at_line:
         return
@@ -150,7 +153,7 @@ def _by_pattern(
     found = [
         each
         for each in known
-        if any(map(is_meant, (*_modules(each), *_names(each), *_targets(each))))
+        if any(map(is_meant, (*_said(each, "module"), *_said(each, "name"), *_said(each, "op"))))
     ]
     yield from found
     if all(each.entry is not None and each.entry.rule == "parameter" for each in found):
@@ -186,36 +189,11 @@ def _of_storage(
 # --- what things are called -----------------------------------------------------------------------
 
 
-def _names(each: Subject) -> Iterator[str]:
-    if each.again is not None:
-        yield each.again.name
-    if each.entry is not None:
-        yield each.entry.name
-        yield from (view.name for view in each.entry.views)
-
-
-def _modules(each: Subject) -> Iterator[str]:
-    if each.again is not None:
-        yield each.again.module
-    if each.entry is not None:
-        yield each.entry.module
-        yield from (view.module for view in each.entry.views)
-
-
-def _targets(each: Subject) -> Iterator[str]:
-    if each.again is not None:
-        yield each.again.op
-    if each.entry is not None:
-        yield each.entry.op
-        yield from (view.op for view in each.entry.views)
-
-
-def _sources(each: Subject) -> Iterator[str]:
-    if each.again is not None:
-        yield each.again.source
-    if each.entry is not None:
-        yield each.entry.source
-        yield from (view.source for view in each.entry.views)
+def _said(each: Subject, what: Literal["name", "module", "op", "source"]) -> Iterator[str]:
+    """``what`` of all that is known of it: of what is computed again, the entry and its views."""
+    parts = [] if each.again is None else [each.again]
+    views = () if each.entry is None else (each.entry, *each.entry.views)
+    yield from (getattr(part, what) for part in (*parts, *views))
 
 
 def _is_line(name: str, source: str) -> bool:
@@ -284,10 +262,10 @@ def _nothing(
         text
         for each in known
         for text in (
-            *(part for module in _modules(each) for part in _with_parents(module)),
-            *_names(each),
-            *_targets(each),
-            *_sources(each),
+            *(part for module in _said(each, "module") for part in _with_parents(module)),
+            *_said(each, "name"),
+            *_said(each, "op"),
+            *_said(each, "source"),
         )
         if text
     )

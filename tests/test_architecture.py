@@ -91,8 +91,8 @@ TABLE = {
     "offplan.sweep": Allowed("budget decide eligibility errors graph joint"),
     "offplan.workers": Allowed("budget eligibility errors kept progress requests retrace sweep"),
     "offplan.commands.sweep": Allowed(
-        "budget eligibility errors files memory options progress report.document report.sweep "
-        "requests sweep units workers"
+        "budget eligibility errors files memory options plotted progress report.document "
+        "report.sweep requests sweep units workers"
     ),
     "offplan.kept": Allowed("errors files graph"),
     "offplan.eligibility": Allowed("errors units graph footprint"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -35,6 +33,7 @@ from offplan.options import (
     reports_errors,
     width,
 )
+from offplan.plotted import has_colours
 from offplan.progress import Progress
 from offplan.report.document import counted
 from offplan.report.sweep import render_sweep
@@ -131,7 +130,7 @@ def sweep(
         if points:
             typer.echo(f"{counted(len(points), 'point')} done: the same command goes on", err=True)
         raise
-    typer.echo(render_sweep(found, format, width(), color=_has_color()), nl=False)
+    typer.echo(render_sweep(found, format, width(), color=has_colours()), nl=False)
     if output is not None and as_file is not None:
         write_atomically(output, render_sweep(found, as_file).encode(), _ANY)
         typer.echo(f"wrote {output}", err=True)
@@ -182,7 +181,3 @@ def _format_of(path: Path) -> str:
     if found is None:
         raise UsageError(f"-o {path}: its name says no format", fix="end it in .json, .csv or .md")
     return found
-
-
-def _has_color() -> bool:
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
