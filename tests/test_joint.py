@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -14,10 +16,11 @@ from joint_steps import ALL, DEVICE, every_choice, fastest_ms, joint, moves_of, 
 from trained_steps import PURE, Drawn, Kind, Layer, step, trained
 
 from offplan.budget import AUTO, Aim, Budget, Outlooks, of_bytes, parse_budget
+from offplan.costs import with_arithmetic
 from offplan.errors import BudgetError
 from offplan.graph import GraphFacts
 from offplan.joint import Joint, Tried
-from offplan.recompute import apply, chosen
+from offplan.recompute import Choice, apply, chosen
 
 OFFLOAD, RECOMPUTE = ("keep", "offload"), ("keep", "recompute")
 MODELS = trained((*PURE, "dropout"), most=12, least=4, rows=(4096, 16384))
@@ -49,6 +52,32 @@ def limits_of(search: Joint, *shares: float) -> list[int]:
     """Shares of the way from the floor to the peak without a plan."""
     floor, top = search.floor.peak_bytes, search.base.no_plan.peak_bytes
     return [int(floor + share * (top - floor)) for share in shares]
+
+
+class Misjudged(Joint):
+    """Its guesses of choices are ten times too slow wherever something may move."""
+
+    def _outlooks(
+        self, choices: tuple[Choice, ...], *, may_move: bool = True
+    ) -> tuple[GraphFacts, Outlooks]:
+        facts = self.relower(self.facts, choices)
+        aim = replace(self.aim, profile=with_arithmetic(DEVICE, 0.1)) if may_move else self.aim
+        return facts, Outlooks(facts, self.moves(facts) if may_move else (), aim)
+
+
+def asking(facts: GraphFacts, kind: type[Joint] = Joint, less: int = 0) -> tuple[Joint, list[int]]:
+    """A search that has to ask what becomes of a choice, and how many ops each that it asked for
+    runs again.  Of the first ``less`` of them, the answer is that half of them do not."""
+    asked: list[int] = []
+
+    def confirm(choices: Sequence[Choice]) -> GraphFacts:
+        asked.append(sum(len(choice.ops) for choice in choices))
+        if len(asked) <= less:
+            choices = [Choice(c.region, c.ops[: len(c.ops) // 2]) for c in choices]
+        return apply(facts, choices)
+
+    aim = Aim(actions=ALL, profile=DEVICE)
+    return kind(facts, moves_of, aim, confirm=confirm), asked
 
 
 # --- what holds of every plan ---------------------------------------------------------------------
@@ -383,6 +412,31 @@ def test_the_refusal_says_what_was_asked(kind: str) -> None:
     assert budget.text in str(caught.value)
     assert caught.value.floor_bytes == search.floor.peak_bytes
     assert str(search.floor.peak_bytes) in caught.value.fix
+
+
+def test_the_fastest_is_the_fastest_by_what_was_asked_for_and_not_by_a_guess() -> None:
+    facts = model()
+    plain = joint(facts)
+    (limit,) = limits_of(plain, 0.5)
+    expected = plain.best(of_bytes(limit))
+    assert expected.choices
+    assert expected.moved_bytes
+    assert expected.step_ms < joint(facts, RECOMPUTE).best(of_bytes(limit)).step_ms
+    search, asked = asking(facts, Misjudged)
+    assert search.best(of_bytes(limit)).step_ms == pytest.approx(expected.step_ms)
+    assert asked
+
+
+def test_a_choice_that_turns_out_to_exceed_the_budget_gives_way_to_another() -> None:
+    facts = model()
+    plain = joint(facts, RECOMPUTE)
+    (limit,) = limits_of(plain, 0.2)
+    search, asked = asking(facts, less=1)
+    found = search.best(of_bytes(limit))
+    assert len(asked) > 1
+    assert found.choices
+    assert found.peak_bytes <= limit
+    assert found.facts == apply(facts, found.choices)
 
 
 def test_few_choices_are_applied_whatever_the_size_of_the_step() -> None:
