@@ -152,9 +152,12 @@ class Arms:
             facts = self.step.under(plan.choices) if self.step else apply(facts, plan.choices)
         ran = as_run(facts, plan.transfers)
         around = Memory(ran.facts, self.conditions).reserved_range(ran.transfers)
-        predicted = {**_predicted(plan), "reserved_range": [around.least_bytes, around.most_bytes]}
+        predicted = {
+            **predicted_of(plan),
+            "reserved_range": [around.least_bytes, around.most_bytes],
+        }
         found = {**found, "predicted": predicted}
-        return {**found, "off": _off(found)}
+        return {**found, "off": off(found)}
 
     def _steps(self, replay: Replay) -> dict[str, Any]:
         gauge = CudaGauge(self.device) if self.device.type == "cuda" else CpuGauge()
@@ -267,7 +270,7 @@ def _step(gauge: Any, replay: Replay) -> Any:
         return gauge.ended()
 
 
-def _predicted(plan: Plan) -> dict[str, Any]:
+def predicted_of(plan: Plan) -> dict[str, Any]:
     found, when = plan.predicted.plan, plan.predicted.time
     return {
         "budget_bytes": plan.budget,
@@ -281,12 +284,14 @@ def _predicted(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _off(found: dict[str, Any]) -> dict[str, float]:
+def off(found: dict[str, Any]) -> dict[str, float]:
     """By what share of the measured value the predicted one is over it."""
     names = ("peak_allocated_bytes", "peak_reserved_bytes", "forward_end_bytes", "step_ms")
     predicted = found["predicted"]
     return {
-        name: predicted[name] / found[name] - 1 for name in names if predicted[name] and found[name]
+        name: predicted[name] / found[name] - 1
+        for name in names
+        if predicted[name] and found.get(name)
     }
 
 

@@ -1,24 +1,31 @@
 """Keep, recompute and offload together, against each way alone, under Inductor.
 
-    python benchmarks/joint.py run           # three models, all parts; what is there is kept
+    python benchmarks/joint.py run      # measures three models, whatever is not there yet
     python benchmarks/joint.py run --only llama --part plans
-    python benchmarks/joint.py plot          # the results as a picture
+    python benchmarks/joint.py plan     # makes only the plans, which needs no GPU
+    python benchmarks/joint.py plot     # the results as a picture
 
-Parts: ``plans`` with all actions, at 95 to 45% of the peak without a plan and at the lowest;
-``offload`` the same with offload only; ``checkpoint`` all layers, and some of them; ``budgets``
-``activation_memory_budget`` at every 0.1.  Each part is a process with a baseline of its own, to
-which its step times are compared.  Writes ``<gpu>-joint.json`` into ``benchmarks/results``
-(``--out`` names another folder), exit code 3 if a target was missed.  ``--device cpu --small``
-tries the script out anywhere.
+Parts: ``plans`` with all actions, at 95 to 45% of the peak that is predicted without a plan and at
+the lowest; ``offload`` the same with offload only; ``checkpoint`` all layers, and some of them;
+``budgets`` ``activation_memory_budget`` at every 0.1.  A part is measured in groups of a few arms:
+a group is a process with a baseline of its own, the model as Inductor compiles it, to which its
+step times are compared.  Of several at a time (``--jobs``) one has the GPU, while others compile.
+Plans that are not in ``--plans`` yet are made meanwhile, from the shipped profile alone.
+Writes ``<gpu>-joint.json`` into ``benchmarks/results`` (``--out`` names another folder), exit code
+3 if a target was missed.  ``--device cpu --small`` tries the script out anywhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +33,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from children import line, streamed  # noqa: E402
-from inductor import compiled  # noqa: E402
 from machine import Results  # noqa: E402
 
-from offplan.budget import FLOOR, of_bytes  # noqa: E402
+from offplan.budget import FLOOR, Aim, of_bytes  # noqa: E402
+from offplan.costs import profile_for  # noqa: E402
+from offplan.decide import Decisions  # noqa: E402
+from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES  # noqa: E402
 from offplan.errors import BudgetError  # noqa: E402
-from offplan.plan import ACTIONS  # noqa: E402
+from offplan.plan import ACTIONS, dump_plan  # noqa: E402
 
 MODELS = {
     "Llama-3.2-1B": ("benchmarks/models.py:llama", {"layers": "16", "vocabulary": "128256"}),
@@ -44,10 +53,17 @@ MODELS = {
         {"layers": "8", "batch": "4", "seq": "4096"},
     ),
 }
-SMALL = {"llama": ("benchmarks/models.py:llama", {"layers": "2", "batch": "1", "seq": "128"})}
-PARTS = ("plans", "offload", "checkpoint", "budgets")
-LEVELS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.45)
-STEPS = 5
+SMALL = {"llama": ("benchmarks/models.py:llama", {"layers": "2", "batch": "1", "seq": "1024"})}
+LEVELS = ("95%", "90%", "80%", "70%", "60%", "50%", "45%", "lowest")
+PARTS = {
+    "plans": LEVELS,
+    "offload": LEVELS,
+    "checkpoint": ("1", "2", "3", "4"),
+    "budgets": tuple(f"{tenths / 10}" for tenths in range(9, -1, -1)),
+}
+PLANNED = {"plans": ACTIONS, "offload": ("keep", "offload")}
+# Arms of a group, beside its baseline.
+GROUP = 4
 MOST_PEAK, MOST_STEP = 0.005, 0.10
 # Better than all others by this much, at so many levels of each model.
 BETTER_BY, BETTER_AT = 0.05, 3
@@ -58,56 +74,154 @@ MARKS = {
 }
 
 Keep = Callable[[dict[str, Any]], None]
+Models = dict[str, dict[str, Any]]
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def plan_all(options: argparse.Namespace) -> None:
+    for name in _asked(options):
+        _plan(options, name)
+
+
+def _plan(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Have the plans of a model made that are not there; returns what it took."""
+    spec, params = _known(options)[name]
+    levels = {part: " ".join(_arms(name, part)) for part in PLANNED}
+    given = {"PLANS": str(_folder(options, name)), **levels}
+    *_, found = streamed(__file__, "make", spec, params, options.device, given)
+    return {key: found.get(key) for key in ("seconds", "exit_code", "said", "wall_s")}
+
+
+def make_child(
+    part: str, spec: str, params: dict[str, str], device: str
+) -> Iterator[dict[str, Any]]:
+    """Write the plan of each part and level; yields how long each took."""
+    from offplan.trace.capture import TraceOptions, traced
+
+    folder = Path(os.environ["PLANS"])
+    left = [
+        (part, level, path)
+        for part in PLANNED
+        for level in os.environ[part].split()
+        if not (path := folder / f"{part}-{level}.plan.yaml").exists()
+    ]
+    if not left:
+        return
+    start = time.perf_counter()
+    step = traced(spec, params, TraceOptions(device=device, compiler="inductor"))
+    seconds = {"capture": round(time.perf_counter() - start, 1)}
+    folder.mkdir(parents=True, exist_ok=True)
+    aim = Aim(profile=profile_for(step.facts.gpu) if step.facts.gpu else None)
+    known = {
+        part: Decisions(
+            step.facts,
+            DEFAULT_RULES,
+            DEFAULT_MIN_BYTES,
+            replace(aim, actions=actions),
+            step.under,
+        )
+        for part, actions in PLANNED.items()
+    }
+    for part, level, path in left:
+        start = time.perf_counter()
+        top = known[part].outlooks.no_plan.peak_bytes
+        budget = FLOOR if level == "lowest" else of_bytes(int(top * _share(level)))
+        try:
+            text = dump_plan(known[part].plan(budget))
+        except BudgetError as error:
+            text = json.dumps({"refused": str(error)}).encode()
+        path.write_bytes(text)
+        seconds[f"{part} {level}"] = round(time.perf_counter() - start, 1)
+        yield {"seconds": seconds}
+
+
+def _share(level: str) -> float:
+    return float(level.removesuffix("%")) / 100
+
+
+def _arms(name: str, part: str) -> tuple[str, ...]:
+    """What is measured of a model: of its plans also those of its marks."""
+    marks = MARKS.get(name, ()) if part == "plans" else ()
+    return (*PARTS[part], *(f"{100 * (1 - lower):.1f}%" for lower, _ in marks))
 
 
 # --- measuring ------------------------------------------------------------------------------------
 
 
 def measure(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
-    """Parts that were measured before are kept, so that each can have a command of its own."""
+    """Arms that were measured before are kept, so that each run may be cut off."""
     before = json.loads(options.path.read_text()) if options.path.exists() else {}
-    models: dict[str, Any] = before.get("models", {})
+    models: Models = before.get("models", {})
 
-    def one(name: str, part: str) -> None:
-        spec, params = known[name]
-        for found in streamed(__file__, part, spec, params, options.device):
-            models[name][part] = found
+    def one(name: str, part: str, arms: tuple[str, ...]) -> None:
+        if part in PLANNED:
+            models[name]["made"] = planning[name].result()
+        spec, params = _known(options)[name]
+        given = {"PLANS": str(_folder(options, name)), "ARMS": " ".join(arms)}
+        groups = models[name][part]
+        place = len(groups)
+        groups.append({})
+        for found in streamed(__file__, part, spec, params, options.device, given):
+            groups[place] = found
             keep(judged(models))
 
-    known = SMALL if options.small else MODELS
     asked = []
-    for name in known:
-        if options.only and options.only.lower() not in name.lower():
-            continue
-        parts = models.setdefault(name, {})
-        for part in (options.part,) if options.part else PARTS:
-            if parts.setdefault(part, {}).get("exit_code") != 0 or options.again:
-                asked.append((name, part))
+    for part in PARTS if options.part is None else (options.part,):
+        for name in _asked(options):
+            groups = models.setdefault(name, {}).setdefault(part, [])
+            done = {arm for group in groups for arm in _seen(group)}
+            left = [arm for arm in _arms(name, part) if options.again or arm not in done]
+            starts = range(0, len(left), GROUP)
+            asked += [(name, part, tuple(left[start : start + GROUP])) for start in starts]
     with ThreadPoolExecutor(options.jobs) as pool:
+        wanting = dict.fromkeys(name for name, part, _ in asked if part in PLANNED)
+        planning = {name: pool.submit(_plan, options, name) for name in wanting}
+        # What needs a plan comes last, when plans are there.
+        asked.sort(key=lambda each: each[1] in PLANNED)
         for done in [pool.submit(one, *each) for each in asked]:
             done.result()
     return judged(models)
 
 
-def judged(models: dict[str, Any]) -> dict[str, Any]:
+def _known(options: argparse.Namespace) -> dict[str, Any]:
+    return SMALL if options.small else MODELS
+
+
+def _asked(options: argparse.Namespace) -> list[str]:
+    only = (options.only or "").lower()
+    return [name for name in _known(options) if only in name.lower()]
+
+
+def _folder(options: argparse.Namespace, name: str) -> Path:
+    return options.plans / "".join(c if c.isalnum() else "-" for c in name.lower())
+
+
+def _measured(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """The arms of a group, its baseline first; none if that is missing."""
+    return group.get("arms", [])
+
+
+def judged(models: Models) -> dict[str, Any]:
     levels = {name: list(_levels(parts)) for name, parts in models.items()}
-    arms = [arm for parts in models.values() for arm in parts.get("plans", {}).get("arms", [])]
+    arms = [arm for parts in models.values() for _, arm in _relative(parts, "plans")]
     found = [level for all_of in levels.values() for level in all_of]
     met = {
-        "every part was measured": len(models) == len(MODELS)
+        "every arm was measured": set(models) == set(MODELS)
         and all(
-            parts.get(part, {}).get("exit_code") == 0 for parts in models.values() for part in PARTS
+            set(_arms(name, part)) == {arm for group in parts.get(part, ()) for arm in _seen(group)}
+            for name, parts in models.items()
+            for part in PARTS
         ),
         "under the budget": all(
-            arm["peak_allocated_bytes"] <= arm["predicted"]["budget_bytes"]
-            for arm in arms
-            if arm["predicted"]["budget_bytes"]
+            arm["peak_allocated_bytes"] <= arm["predicted"]["budget_bytes"] for _, arm in arms
         ),
         "peak as predicted within 0.5%": all(
-            abs(arm["off"]["peak_allocated_bytes"]) <= MOST_PEAK for arm in arms
+            abs(arm["off"]["peak_allocated_bytes"]) <= MOST_PEAK for _, arm in arms
         ),
         "step as predicted within 10%": all(
-            abs(arm["off"].get("step_ms", 0.0)) <= MOST_STEP for arm in arms
+            abs(arm["off"].get("step_ms", 0.0)) <= MOST_STEP for _, arm in arms
         ),
         "no slower than any other way within the budget": all(
             level["over_best"] is None or level["over_best"] <= 1.0 for level in found
@@ -117,39 +231,63 @@ def judged(models: dict[str, Any]) -> dict[str, Any]:
         ),
         **{
             f"{name}: {-lower:.1%} peak at under {longer:+.0%}": _reaches(
-                models.get(name, {}), lower, longer
+                models[name], lower, longer
             )
             for name, marks in MARKS.items()
             for lower, longer in marks
             if name in models
         },
     }
-    return {"ok": all(met.values()), "met": met, "levels": levels, "models": models}
+    noise = {name: _noise(parts) for name, parts in models.items()}
+    return {"ok": all(met.values()), "met": met, "noise": noise, "levels": levels, "models": models}
 
 
-def _relative(part: dict[str, Any]) -> Iterator[tuple[str, int, float]]:
-    """Name, peak, and step over the part's own baseline, of each arm."""
-    arms = part.get("arms", [])
-    for arm in arms[1:]:
-        yield arm["name"], arm["peak_allocated_bytes"], arm["step_ms"] / arms[0]["step_ms"]
+def _seen(group: dict[str, Any]) -> list[str]:
+    return [arm["name"] for arm in _measured(group)[1:]] + list(group.get("refused", ()))
+
+
+def _relative(parts: dict[str, Any], part: str) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Step over that of the group's own baseline, and the arm."""
+    for group in parts.get(part, ()):
+        for arm in _measured(group)[1:]:
+            yield arm["step_ms"] / group["arms"][0]["step_ms"], arm
+
+
+def _noise(parts: dict[str, Any]) -> dict[str, Any]:
+    """How far the baselines of the groups are apart: the same step, measured again and again."""
+    steps = [
+        _measured(group)[0]["step_ms"]
+        for part in PARTS
+        for group in parts.get(part, ())
+        if _measured(group)
+    ]
+    if not steps:
+        return {}
+    return {"baselines": len(steps), "least_ms": min(steps), "most_ms": max(steps)}
 
 
 def _levels(parts: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Each budget, with the fastest other way whose peak is within it."""
-    others = [found for name in PARTS[1:] for found in _relative(parts.get(name, {}))]
-    arms = parts.get("plans", {}).get("arms", [])
-    for arm in arms[1:]:
+    others = [
+        (over, arm, part)
+        for part in PARTS
+        if part != "plans"
+        for over, arm in _relative(parts, part)
+    ]
+    plans = sorted(
+        _relative(parts, "plans"), key=lambda each: -each[1]["predicted"]["budget_bytes"]
+    )
+    for over, arm in plans:
         budget = arm["predicted"]["budget_bytes"]
-        over = arm["step_ms"] / arms[0]["step_ms"]
-        within = [found for found in others if found[1] <= budget]
-        best = min(within, key=lambda found: found[2], default=None)
+        within = [each for each in others if each[1]["peak_allocated_bytes"] <= budget]
+        best = min(within, key=lambda each: each[0], default=None)
         yield {
             "name": arm["name"],
             "budget_bytes": budget,
             "peak_bytes": arm["peak_allocated_bytes"],
             "over_no_plan": over,
-            "best_other": None if best is None else best[0],
-            "over_best": None if best is None else over / best[2],
+            "best_other": None if best is None else f"{best[2]} {best[1]['name']}",
+            "over_best": None if best is None else over / best[0],
         }
 
 
@@ -159,80 +297,54 @@ def _is_better(level: dict[str, Any]) -> bool:
 
 
 def _reaches(parts: dict[str, Any], lower: float, longer: float) -> bool:
-    arms = parts.get("plans", {}).get("arms", [])
-    if not arms:
-        return False
-    top, step_ms = arms[0]["peak_allocated_bytes"], arms[0]["step_ms"]
+    """Whether a plan lowers the peak of its baseline, and lengthens its step, by no more."""
     return any(
-        arm["peak_allocated_bytes"] <= (1 - lower) * top
-        and arm["step_ms"] <= (1 + longer) * step_ms
-        for arm in arms[1:]
+        arm["peak_allocated_bytes"] <= (1 - lower) * group["arms"][0]["peak_allocated_bytes"]
+        and arm["step_ms"] <= (1 + longer) * group["arms"][0]["step_ms"]
+        for group in parts.get("plans", ())
+        for arm in _measured(group)[1:]
     )
 
 
-# --- one part -------------------------------------------------------------------------------------
+# --- one group ------------------------------------------------------------------------------------
 
 
-def plans_child(spec: str, params: dict[str, str], device: str) -> Iterator[dict[str, Any]]:
-    yield from _plans(spec, params, device, ACTIONS)
-
-
-def offload_child(spec: str, params: dict[str, str], device: str) -> Iterator[dict[str, Any]]:
-    yield from _plans(spec, params, device, ("keep", "offload"))
-
-
-def _plans(
-    spec: str, params: dict[str, str], device: str, actions: Any
+def group_child(
+    part: str, spec: str, params: dict[str, str], device: str
 ) -> Iterator[dict[str, Any]]:
-    from arms import Arms
+    """Compile the baseline and all arms, then measure one after the other."""
+    from ready import Ready
 
-    arms = Arms(spec, params, device, STEPS, compiler="inductor")
-    first = arms.no_plan()
-    no_plan = arms.plan(None)
-    yield {"build_s": arms.build_s}
-    yield {"arm": {"name": "no plan", **arms.beside(first, no_plan)}}
-    top = no_plan.predicted.no_plan.peak_bytes
-    for level in LEVELS:
-        try:
-            plan = arms.joint_plan(of_bytes(int(level * top)), actions)
-        except BudgetError as error:
-            print(error, file=sys.stderr)
-            continue
-        yield {"arm": _arm(arms, f"{level:.0%}", plan)}
-    yield {"arm": _arm(arms, "lowest", arms.joint_plan(FLOOR, actions))}
-
-
-def _arm(arms: Any, name: str, plan: Any) -> dict[str, Any]:
-    again_bytes = sum(each.size_bytes for each in plan.recomputed)
-    return {"name": name, **arms.measure(plan), "recomputed_bytes": again_bytes}
+    ready = Ready(spec, params, device)
+    yield {"build_s": ready.build_s}
+    prepared, refused = [ready.by_itself("no plan")], []
+    for name in os.environ["ARMS"].split():
+        arm = _prepared(ready, part, name)
+        if arm is None:
+            refused.append(name)
+        else:
+            prepared.append(arm)
+    yield {"compile_s": ready.seconds(), "refused": refused}
+    for arm in prepared:
+        with closing(arm):
+            yield {"arm": ready.measure(arm)}
 
 
-def checkpoint_child(spec: str, params: dict[str, str], device: str) -> Iterator[dict[str, Any]]:
-    """All layers checkpointed, and every second, third and fourth one only."""
-    from arms import Arms
-    from transformers.modeling_layers import GradientCheckpointingLayer
+def _prepared(ready: Any, part: str, name: str) -> Any:
+    """A compiled arm; None where there is no such plan."""
+    from offplan.plan import load_plan
 
-    arms = Arms(spec, params, device, STEPS, compiler="inductor")
-    model = arms.target.model
-    yield {"arm": {"name": "no plan", **compiled(arms)}}
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    for every in (1, 2, 3, 4):
-        for number, layer in enumerate(layers):
-            layer.gradient_checkpointing = number % every == 0
-        name = "all layers" if every == 1 else f"one of {every} layers"
-        yield {"arm": {"name": name, **compiled(arms)}}
+    if part == "budgets":
+        import torch._functorch.config as functorch_config
 
-
-def budgets_child(spec: str, params: dict[str, str], device: str) -> Iterator[dict[str, Any]]:
-    import torch._functorch.config as functorch_config
-    from arms import Arms
-
-    arms = Arms(spec, params, device, STEPS, compiler="inductor")
-    yield {"arm": {"name": "no plan", **compiled(arms)}}
-    for tenths in range(9, -1, -1):
-        with functorch_config.patch(activation_memory_budget=tenths / 10):
-            yield {"arm": {"name": f"memory budget {tenths / 10}", **compiled(arms)}}
+        with functorch_config.patch(activation_memory_budget=float(name)):
+            return ready.by_itself(name)
+    if part == "checkpoint":
+        return ready.checkpointed(name, int(name))
+    path = Path(os.environ["PLANS"]) / f"{part}-{name}.plan.yaml"
+    if path.read_bytes().startswith(b"{"):
+        return None
+    return ready.planned(name, load_plan(path))
 
 
 # --- a picture ------------------------------------------------------------------------------------
@@ -257,7 +369,9 @@ def plot(path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(models), figsize=(5.2 * len(models), 4.2), squeeze=False)
     for axis, (name, parts) in zip(axes[0], models.items(), strict=True):
         for part, (label, style) in _LABELS.items():
-            found = sorted((peak / 1e9, over) for _, peak, over in _relative(parts.get(part, {})))
+            found = sorted(
+                (arm["peak_allocated_bytes"] / 1e9, over) for over, arm in _relative(parts, part)
+            )
             if found:
                 axis.plot(*zip(*found, strict=True), style, label=label, markersize=5)
         axis.set(title=name, xlabel="peak allocated, GB", ylabel="step, of that without a plan")
@@ -271,33 +385,27 @@ def plot(path: Path) -> None:
 
 # --- the command ----------------------------------------------------------------------------------
 
-CHILDREN = {
-    "plans": plans_child,
-    "offload": offload_child,
-    "checkpoint": checkpoint_child,
-    "budgets": budgets_child,
-}
-
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="benchmark", required=True)
-    for name in ("run", "plot"):
+    for name in ("plan", "run", "plot"):
         command = commands.add_parser(name)
         command.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
         command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+        if name == "plot":
+            continue
+        command.add_argument("--plans", type=Path, default=ROOT / "build" / "joint")
+        command.add_argument("--small", action="store_true", help="tiny, to try it out")
+        command.add_argument("--only", help="models whose name has this in it")
         if name == "run":
-            command.add_argument("--small", action="store_true", help="tiny, to try it out")
-            command.add_argument("--only", help="models whose name has this in it")
             command.add_argument("--part", choices=PARTS, help="measure only this")
             command.add_argument("--again", action="store_true", help="measure what is there, too")
-            command.add_argument(
-                "--jobs", type=int, default=1, help="parts at a time; they time steps in turns"
-            )
+            command.add_argument("--jobs", type=int, default=1, help="groups at a time")
     hidden = commands.add_parser("child")
-    hidden.add_argument("--what", choices=PARTS, required=True)
+    hidden.add_argument("--what", choices=("make", *PARTS), required=True)
     hidden.add_argument("--device", default="cuda")
     hidden.add_argument("spec")
     hidden.add_argument("params", nargs="*")
@@ -308,12 +416,16 @@ def main() -> None:
     options = parse()
     if options.benchmark == "child":
         params = dict(text.split("=", 1) for text in options.params)
-        for found in CHILDREN[options.what](options.spec, params, options.device):
+        child = make_child if options.what == "make" else group_child
+        for found in child(options.what, options.spec, params, options.device):
             print(json.dumps(found), flush=True)
         return
     if options.benchmark == "plot":
         for path in sorted(options.out.glob("*-joint.json")):
             plot(path)
+        return
+    if options.benchmark == "plan":
+        plan_all(options)
         return
     results = Results("joint", "", options.device, options.out)
     options.path = results.path
@@ -321,8 +433,9 @@ def main() -> None:
     for name, parts in found["models"].items():
         for part in PARTS:
             print(name, part)
-            for arm in parts.get(part, {}).get("arms", []):
-                print("   ", line(arm))
+            for group in parts.get(part, ()):
+                for arm in _measured(group):
+                    print("   ", line(arm))
     results.close(found)
 
 

@@ -1,0 +1,220 @@
+"""Arms of one model that are compiled before any of them is measured.
+
+Compiling takes half a minute of one core, measuring a second or two of the GPU: so that several
+processes can share a GPU, each compiles all that it will measure, and holds nothing of the device
+meanwhile but the model.  Each arm is compiled by a backend of its own, as ``torch.compile`` tells
+compiled code apart by it.  ``ALLOCATOR_EVENTS`` names a folder for the allocator's own events of
+one more step of an arm whose peak was predicted wrong.
+"""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from arms import off, predicted_of
+from turns import Turns, compile_only
+
+import offplan
+from offplan.plan import Plan
+from offplan.replay.arm import DrawnOn
+from offplan.replay.compiled import build_real, loss_of
+from offplan.trace.backend import step_of
+
+WARM_UP, STEPS = 2, 5
+# A prediction of the peak that is further off has the allocator's own events kept beside it.
+LOOK_AT = 0.003
+
+
+@dataclass
+class Arm:
+    """``step`` is compiled.  ``enter`` makes the model what it was compiled as."""
+
+    name: str
+    step: Callable[..., Any]
+    enter: Callable[[], None]
+    backend: Any = None
+    plan: Plan | None = None
+
+    def close(self) -> None:
+        if self.backend is not None:
+            self.backend.close()
+
+
+class Ready:
+    """A model on a device, and arms of its step."""
+
+    def __init__(self, spec: str, params: dict[str, str], device: str) -> None:
+        self.start = time.perf_counter()
+        self.name = "-".join([Path(spec.split(":")[-1]).stem, *params.values()])
+        self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        self.turns = Turns(os.environ.get("GPU_LOCK"))
+        # One code object has all arms.
+        torch._dynamo.config.recompile_limit = 64
+        with self.turns.alone(), DrawnOn(self.device):
+            torch.manual_seed(0)
+            self.target = build_real(spec, params, self.device)
+        self.build_s = self.seconds()
+
+    def seconds(self) -> float:
+        """Since the process began with it."""
+        return round(time.perf_counter() - self.start, 1)
+
+    # --- arms -------------------------------------------------------------------------------------
+
+    def by_itself(self, name: str) -> Arm:
+        """As Inductor compiles it, with the settings that there are now."""
+        return self._compiled(Arm(name, self._step(_inductor()), self._not_checkpointed))
+
+    def checkpointed(self, name: str, every: int) -> Arm:
+        """The same with one of so many layers checkpointed."""
+        enter = partial(self._checkpoint, every)
+        return self._compiled(Arm(name, self._step(_inductor()), enter))
+
+    def planned(self, name: str, plan: Plan) -> Arm:
+        backend = offplan.backend(plan, device=self.device)
+        step = self._step(backend)
+        return self._compiled(Arm(name, step, self._not_checkpointed, backend, plan))
+
+    def _step(self, backend: Any) -> Callable[..., Any]:
+        return torch.compile(step_of(self.target), backend=backend, dynamic=False)
+
+    def _compiled(self, arm: Arm) -> Arm:
+        arm.enter()
+        compile_only(lambda: self._loss(arm))
+        return arm
+
+    def _loss(self, arm: Arm) -> torch.Tensor:
+        return loss_of(arm.step(*self.target.args, **self.target.kwargs))
+
+    def _not_checkpointed(self) -> None:
+        self._checkpoint(0)
+
+    def _checkpoint(self, every: int) -> None:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        model = self.target.model
+        if not hasattr(model, "gradient_checkpointing_enable"):
+            return
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        for number, layer in enumerate(layers):
+            layer.gradient_checkpointing = bool(every) and number % every == 0
+
+    # --- measuring --------------------------------------------------------------------------------
+
+    def measure(self, arm: Arm) -> dict[str, Any]:
+        """Its peak and step time, of the steps after a warm-up, beside what a plan predicts."""
+        with self.turns.alone():
+            arm.enter()
+            self._empty()
+            for number in range(WARM_UP):
+                self._timed(arm, number)
+            measured = [self._timed(arm, WARM_UP + number) for number in range(STEPS)]
+            found: dict[str, Any] = {
+                "name": arm.name,
+                "step_ms": statistics.median(ms for ms, _, _ in measured),
+                "samples_ms": [ms for ms, _, _ in measured],
+                "peak_allocated_bytes": max(peak for _, peak, _ in measured),
+                "loss": measured[-1][2],
+            }
+            if arm.backend is not None:
+                found["moved_bytes"] = arm.backend.stats().offloaded_bytes // (WARM_UP + STEPS)
+            self._empty()
+        if arm.plan is None:
+            return found
+        found["predicted"] = predicted_of(arm.plan)
+        again_bytes = sum(each.size_bytes for each in arm.plan.recomputed)
+        found |= {"off": off(found), "recomputed_bytes": again_bytes}
+        if abs(found["off"].get("peak_allocated_bytes", 0.0)) > LOOK_AT:
+            self._keep_events(arm)
+        return found
+
+    def _keep_events(self, arm: Arm) -> None:
+        """What the allocator does in one more step, to be laid beside the prediction."""
+        folder = os.environ.get("ALLOCATOR_EVENTS")
+        if folder is None or self.device.type != "cuda":
+            return
+        with self.turns.alone():
+            self._empty()
+            self._timed(arm, 0)
+            torch.cuda.memory._record_memory_history(context=None, max_entries=10**6)
+            self._timed(arm, 0)
+            found = torch.cuda.memory._snapshot()["device_traces"][0]
+            torch.cuda.memory._record_memory_history(enabled=None)
+        events = [(event["action"], event.get("addr", 0), event["size"]) for event in found]
+        path = Path(folder) / f"{self.name}-{arm.name.replace('%', '')}-{os.getpid()}.json.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with gzip.open(path, "wt", compresslevel=3) as output:
+            json.dump({"events": events}, output)
+
+    def _timed(self, arm: Arm, number: int) -> tuple[float, int, float]:
+        """Milliseconds, peak in bytes, and the loss."""
+        is_cuda = self.device.type == "cuda"
+        self.target.model.zero_grad(set_to_none=True)
+        torch.manual_seed(number)
+        if is_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        loss = self._loss(arm)
+        loss.backward()
+        if is_cuda:
+            torch.cuda.synchronize()
+        step_ms = 1000 * (time.perf_counter() - start)
+        peak = torch.cuda.max_memory_allocated() if is_cuda else 0
+        return step_ms, peak, float(loss.detach())
+
+    def _empty(self) -> None:
+        """Give back what an arm before left: gradients, the allocator's blocks, workspaces."""
+        self.target.model.zero_grad(set_to_none=True)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+
+
+def _inductor() -> Callable[..., Any]:
+    """What the name ``inductor`` stands for, as a backend of its own."""
+    from torch._inductor.compile_fx import compile_fx
+
+    def backend(module: Any, example_inputs: Any) -> Any:
+        return compile_fx(module, example_inputs)
+
+    return backend
+
+
+class Weights:
+    """The parameters of a model that is only compiled as yet: without memory until they are drawn.
+
+    Tracing and compiling look at shapes and strides alone.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self.sizes = [p.untyped_storage().nbytes() for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.untyped_storage().resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def draw(self) -> None:
+        """The same values each time: matrices at random, vectors (norms) of ones."""
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter, size_bytes in zip(self.parameters, self.sizes, strict=True):
+                parameter.untyped_storage().resize_(size_bytes)
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, 0.02)
+                else:
+                    parameter.fill_(1.0)
