@@ -62,14 +62,12 @@ _ATTEMPTS = 5
 # how close to the bound is good enough not to solve another.
 _SPEEDS = (1.0, 0.5, 0.0)
 _CLOSE = 0.01
-# How close to the bound is good enough where choices exceeded the budget when they were confirmed,
-# and how many are asked for otherwise.
+# How close to the bound is good enough not to look at plans of the floor, nor on where choices
+# exceeded the budget when they were confirmed; and how many are asked for at most.
 _NEAR = 0.05
 _MOST_ASKED = 6
 # By what part of a budget it is lowered at least, at first, where what was confirmed exceeds it.
 _LOWER = 0.004
-# How far from the bound plans of the floor are taken into account.
-_FAR = 0.1
 
 Moves = Callable[[GraphFacts], Sequence[Move]]
 """What may leave the device of a step."""
@@ -225,7 +223,7 @@ class Joint:
                 fastest_ms = min(fastest_ms, confirmed.step_ms)
             if fastest_ms <= (1 + _CLOSE) * self._least_ms(inner, speeds[0]):
                 return
-        if fastest_ms > (1 + _FAR) * self._least_ms(inner, speeds[0]):
+        if fastest_ms > (1 + _NEAR) * self._least_ms(inner, speeds[0]):
             for lowest, outlooks in self._floors:
                 yield self._planned(lowest, lowest.facts, outlooks, limit, budget)
 
