@@ -121,6 +121,56 @@ def resnet(batch: int = 64):
     return model, (torch.randn(batch, 3, 224, 224),), {"labels": torch.randint(1000, (batch,))}
 
 
+class EncoderBlock(nn.Module):
+    """Pre-norm attention and an MLP with GELU; dropout after the softmax and both branches."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
+        x = x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), self.dropout)
+        return x + F.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))), self.dropout)
+
+
+class Encoder(nn.Module):
+    """Many tokens and few parameters: what is saved is a hundred times what is trained."""
+
+    def __init__(self, width: int, layers: int, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(EncoderBlock(width, 16, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wanted = x
+        for layer in self.layers:
+            x = layer(x)
+        return F.mse_loss(self.head(self.norm(x)), wanted)
+
+
+def encoder(
+    layers: int = 12,
+    batch: int = 96,
+    seq: int = 512,
+    width: int = 1024,
+    dropout: float = 0.1,
+    dtype: str = "bfloat16",
+):
+    of = {"dtype": getattr(torch, dtype)}
+    model = Encoder(width, layers, dropout).to(**of).train()
+    return model, (torch.randn(batch, seq, width, **of),)
+
+
 class UNet(nn.Module):
     """Each level's output skips to the same level on the way up: long-lived activations."""
 
@@ -156,8 +206,17 @@ class UNet(nn.Module):
         return self.head(x).square().mean()
 
 
-def unet(width: int = 64, levels: int = 4, batch: int = 8, size: int = 256):
-    return UNet(width, levels), (torch.randn(batch, 3, size, size),)
+def unet(
+    width: int = 64,
+    levels: int = 4,
+    batch: int = 8,
+    size: int = 256,
+    dtype: str = "float32",
+    channels_last: bool = False,
+):
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    of = {"dtype": getattr(torch, dtype), "memory_format": layout}
+    return UNet(width, levels).to(**of), (torch.randn(batch, 3, size, size).to(**of),)
 
 
 class Experts(nn.Module):
