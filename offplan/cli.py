@@ -24,6 +24,7 @@ from offplan.commands.gate import gate
 from offplan.commands.report import report
 from offplan.commands.run import run
 from offplan.commands.sweep import sweep
+from offplan.options import end_when_asked
 
 # What each command's help ends with.
 EXAMPLES = {
@@ -87,6 +88,7 @@ for command in (analyze, sweep, explain, diff, gate, run, report, device, export
 
 def main() -> None:
     """Entry point of the ``offplan`` command."""
+    end_when_asked()
     app()
 
 

@@ -7,6 +7,9 @@ error, 2 wrong usage, 3 the answer is no.
 
 from __future__ import annotations
 
+# What a file says is repeated in messages, and files may say anything.
+_MOST_SHOWN = 1000
+
 
 class OffplanError(Exception):
     """Base of every deliberate error.  ``what`` is a sentence; ``where``, ``fix`` may be empty."""
@@ -20,12 +23,20 @@ class OffplanError(Exception):
         self.fix = fix
 
     def __str__(self) -> str:
-        lines = [self.what]
+        lines = [_shown(self.what)]
         if self.where:
-            lines.append(f"  at: {self.where}")
+            lines.append(f"  at: {_shown(self.where)}")
         if self.fix:
-            lines.append(f"  try: {self.fix}")
+            lines.append(f"  try: {_shown(self.fix)}")
         return "\n".join(lines)
+
+
+def _shown(text: str) -> str:
+    """``text`` as a terminal may be given it: nothing that it would act on, and not without end."""
+    if len(text) > _MOST_SHOWN:
+        half = _MOST_SHOWN // 2
+        text = f"{text[:half]} ... {text[-half:]}"
+    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
 
 
 class UsageError(OffplanError):

@@ -6,6 +6,9 @@ documents, repeated keys and deep nesting are refused, so that time and memory a
 size of the file.  What YAML 1.1 would guess besides (dates, ``yes``, octal numbers, floats, NaN)
 stays text, for the schema to refuse where text is not wanted.
 
+What is read is of a bounded size, and comes from a regular file, or from a pipe that is written to
+(``<(git show main:offplan.plan.yaml)``): devices have no end, and some pipes no beginning.
+
 Writing goes to a temporary file beside the target, which then takes its name; whatever interrupts
 it, the target is as it was and nothing is left behind.  A file that is not of the kind being
 written is not replaced.
@@ -13,11 +16,13 @@ written is not replaced.
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import os
 import re
 import secrets
+import select
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -37,6 +42,8 @@ _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 # Many times what an 80-layer model's plan takes (2 MB) or nests (7 levels).
 _MAX_FILE_BYTES = 32 * 1024**2
 _MAX_DEPTH = 32
+_PIPE_WAIT_S = 30
+_PART_BYTES = 2**20
 _COLLECTIONS = (dict, list, tuple)
 _TEXT_TAG = "tag:yaml.org,2002:str"
 _INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,18})", re.ASCII)
@@ -66,13 +73,59 @@ KEPT_FILE = FileKind("a file that offplan keeps", b"offplan kept 1\n")
 def read_text(path: Path) -> str:
     """The UTF-8 text of ``path``.  Raises ``FileFormatError`` if there is none to be read."""
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise FileFormatError(f"{path} is too large to be a plan")
-        return path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise FileFormatError(f"cannot read {path}: {error.strerror}") from error
+        return read_content(path, _MAX_FILE_BYTES, "a plan").decode("utf-8")
     except UnicodeDecodeError as error:
         raise FileFormatError(f"{path} is not UTF-8 text (byte {error.start})") from error
+
+
+def read_content(path: Path, most_bytes: int, kind: str) -> bytes:
+    """What is in ``path``, which messages call ``kind``.
+
+    Raises ``FileFormatError`` if it cannot be read, or is more than ``most_bytes``.
+    """
+    try:
+        with open(path, "rb", buffering=0, opener=_open_at_once) as file:
+            status = os.fstat(file.fileno())
+            is_pipe = stat.S_ISFIFO(status.st_mode)
+            if not is_pipe and not stat.S_ISREG(status.st_mode):
+                raise FileFormatError(f"cannot read {path}: it is neither a file nor a pipe")
+            if status.st_size > most_bytes:
+                raise _too_large(path, kind)
+            content = _read(file, path, most_bytes, _PIPE_WAIT_S if is_pipe else 0)
+    except OSError as error:
+        raise FileFormatError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise FileFormatError(f"cannot read {str(path)!r}: {error}") from error
+    if len(content) > most_bytes:
+        raise _too_large(path, kind)
+    return content
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Without waiting for who would write to a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _read(file: io.FileIO, path: Path, most_bytes: int, wait_s: int) -> bytes:
+    """All of ``file``, or more than ``most_bytes`` of it.  A pipe must not pause for ``wait_s``."""
+    parts: list[bytes] = []
+    size_bytes = 0
+    while size_bytes <= most_bytes:
+        part = file.read(_PART_BYTES)
+        if part is None:
+            # Somebody has it open to write to it, and has not yet.
+            if not select.select([file], [], [], wait_s)[0]:
+                raise FileFormatError(f"cannot read {path}: nothing came from it for {wait_s} s")
+            continue
+        if not part:
+            break
+        parts.append(part)
+        size_bytes += len(part)
+    return b"".join(parts)
+
+
+def _too_large(path: Path, kind: str) -> FileFormatError:
+    return FileFormatError(f"{path} is too large to be {kind}")
 
 
 def parse_yaml(text: str) -> object:
@@ -269,9 +322,10 @@ def _replace(target: Path, content: bytes, mode: int | None) -> None:
     temporary = target.with_name(f".offplan-{secrets.token_hex(8)}.tmp")
     try:
         # Not mkstemp, which makes files that only their owner can read.
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        with open(descriptor, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(content)
+            file.flush()
+            _settle(file.fileno())
         if mode is not None:
             temporary.chmod(stat.S_IMODE(mode))
         temporary.replace(target)
@@ -280,6 +334,25 @@ def _replace(target: Path, content: bytes, mode: int | None) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def _settle(descriptor: int) -> None:
+    """Have it on the disk before it replaces anything: file systems with quotas, or of another
+    machine, say only now that there is no room, and after a power cut there is one file or the
+    other."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+
+
+def make_folder(path: Path) -> None:
+    """Make a directory, and those above it, where there is none.  Raises ``OutputError``."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot make the directory {path}: {error.strerror}") from error
 
 
 def _cannot_write(path: Path, error: OSError) -> OutputError:

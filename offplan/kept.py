@@ -16,6 +16,7 @@ keeps nothing.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import zlib
 from collections.abc import Iterable, Mapping
@@ -25,8 +26,10 @@ from pathlib import Path
 import msgspec
 
 from offplan.errors import FileFormatError, OutputError
-from offplan.files import KEPT_FILE, write_atomically
+from offplan.files import KEPT_FILE, make_folder, write_atomically
 from offplan.graph import GraphFacts, decode_graph, digest, save_graph
+
+logger = logging.getLogger("offplan")
 
 LIMIT_BYTES = 2 * 1024**3
 # A file that decompresses to more than this is not one of ours.
@@ -201,10 +204,11 @@ def _read(path: Path) -> bytes | None:
 
 def _write(path: Path, content: bytes) -> bool:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write_atomically(path, content, KEPT_FILE)
         _make_room(path.parent.parent)
-    except (OSError, OutputError):
+    except (OSError, OutputError) as error:
+        logger.info("not kept for the next time: %s", error)
         return False
     return True
 

@@ -26,7 +26,7 @@ from offplan.budget import Action, Aim, given_budget
 from offplan.decide import decide
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES
 from offplan.errors import TargetError, UsageError
-from offplan.files import read_text
+from offplan.files import make_folder, read_text
 from offplan.gate import SETTINGS, GateResult, Origin, Thresholds, check, thresholds_of
 from offplan.graph import Compiler, Partitioner
 from offplan.plan import ACTIONS, Plan, dump_plan, given_actions, load_plan, write_plan
@@ -273,7 +273,7 @@ def update(baseline: Path, plan: Plan) -> bool:
     """Write ``plan`` to ``baseline``, with its directory; False if it is there already."""
     if baseline.is_file() and read_text(baseline).encode() == dump_plan(plan):
         return False
-    baseline.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(baseline.parent)
     write_plan(baseline, plan)
     return True
 

@@ -1,20 +1,22 @@
 """What commands share: their options, how these are read, and how errors end a command.
 
-Exit codes: 0 fine, 1 error, 2 usage, 3 the answer is no, 130 interrupted.
+Exit codes: 0 fine, 1 error, 2 usage, 3 the answer is no, 130 interrupted, 143 ended by SIGTERM.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import logging
 import os
 import shutil
+import signal
 import sys
 import traceback
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,6 +33,8 @@ DEFAULT_PLAN = Path("offplan.plan.yaml")
 DEFAULT_MIN_SIZE = format_binary(DEFAULT_MIN_BYTES)
 GRAPH_SUFFIX = ".graph.json"
 
+# What writing to a file says that has no room.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 # Options of every command.
 ShowTraceback = Annotated[
@@ -59,6 +63,8 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
             raise
         except OffplanError as error:
             _fail(str(error), error.exit_code, show_traceback)
+        except Terminated as error:
+            _fail(f"ended by {error.signal.name}", 128 + error.signal, show_traceback)
         except KeyboardInterrupt:
             _fail("interrupted", 130, show_traceback)
         except BrokenPipeError:
@@ -66,12 +72,7 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
             sys.stderr.close()
             raise typer.Exit(0) from None
         except Exception as error:
-            _fail(
-                f"offplan failed: {type(error).__name__}: {error}\n"
-                "  try: run again with --traceback, and report what it prints",
-                1,
-                show_traceback,
-            )
+            _fail(_unforeseen(error), 1, show_traceback)
 
     kinds = typing.get_type_hints(command, include_extras=True)
     shared = {"quiet": Quiet, "verbose": Verbose, "traceback_": ShowTraceback}
@@ -85,6 +86,38 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = given.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
     run.__annotations__ = {**kinds, **shared}
     return run
+
+
+def _unforeseen(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in _NO_ROOM and error.filename is None:
+        with suppress(OSError):
+            # Or Python would write it once more at its end, and fail again.
+            sys.stdout.close()
+        return f"cannot write the result: {error.strerror}"
+    return (
+        f"offplan failed: {type(error).__name__}: {error}\n"
+        "  try: run again with --traceback, and report what it prints"
+    )
+
+
+class Terminated(KeyboardInterrupt):
+    """A command that ``signal`` asks to end, which it does as after Ctrl-C: with what it has begun
+    to write gone, and the processes that it started ended."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.signal = signal.Signals(number)
+
+
+def end_when_asked() -> None:
+    """Have SIGTERM and SIGHUP raise ``Terminated``, unless they are ignored (``nohup``)."""
+
+    def raised(number: int, frame: object) -> None:
+        raise Terminated(number)
+
+    for asking in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(asking) == signal.SIG_DFL:
+            signal.signal(asking, raised)
 
 
 @contextmanager

@@ -132,10 +132,11 @@ def workers(task: Task, jobs: int, on_done: Callable[[Point], None]) -> Iterator
             if stopped.is_set():
                 raise CancelledError
             found = pool.submit(look, task, params).result()
-        except BrokenProcessPool:
+        except (BrokenProcessPool, OSError) as error:
             if stopped.is_set():
                 raise
-            found = Point(params, "failed", message=_KILLED)
+            is_killed = isinstance(error, BrokenProcessPool)
+            found = Point(params, "failed", message=_KILLED if is_killed else _not_started(error))
             pool = _worker()
             pools.append(pool)
         finally:
@@ -154,6 +155,10 @@ def workers(task: Task, jobs: int, on_done: Callable[[Point], None]) -> Iterator
     finally:
         for pool in pools:
             pool.shutdown(cancel_futures=True)
+
+
+def _not_started(error: BaseException) -> str:
+    return f"no process can be started for it: {error}\n  try: fewer at a time: --jobs 1"
 
 
 def _worker() -> ProcessPoolExecutor:

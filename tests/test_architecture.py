@@ -42,7 +42,7 @@ TABLE = {
     "offplan.__main__": Allowed("cli"),
     "offplan.cli": Allowed(
         "commands.analyze commands.device commands.diff commands.explain commands.export "
-        "commands.gate commands.report commands.run commands.sweep"
+        "commands.gate commands.report commands.run commands.sweep options"
     ),
     "offplan.commands": Allowed(),
     "offplan.commands.analyze": Allowed(
@@ -74,7 +74,8 @@ TABLE = {
     ),
     "offplan.options": Allowed("errors units budget costs eligibility plan"),
     "offplan.requests": Allowed(
-        "doors errors eligibility graph kept recompute budget decide plan options progress report",
+        "doors errors eligibility graph kept recompute budget decide plan options progress "
+        "report",
         later="doors.torch_trace trace.capture replay.measure",
     ),
     # Plain values, and what is computed from them.
@@ -157,7 +158,7 @@ TABLE = {
         "units eligibility effects observed explain report.document report.fold report.peak"
     ),
     "offplan.plainpickle": Allowed(),
-    "offplan.dumped": Allowed("errors plainpickle"),
+    "offplan.dumped": Allowed("errors files plainpickle"),
     "offplan.report.timeline": Allowed("units memory chart report.document"),
     "offplan.report.glyphs": Allowed(),
     "offplan.report.picture": Allowed(
@@ -226,8 +227,8 @@ TABLE = {
     "offplan.replay.limits": Allowed("errors units measured"),
     "offplan.replay.layout": Allowed("transfers"),
     "offplan.replay.*": Allowed(
-        "errors units files gpus graph footprint eligibility transfers recompute fusion memory "
-        "roofline costs budget plan decide measured target "
+        "errors units files gpus graph kept footprint eligibility transfers recompute fusion "
+        "memory roofline costs budget plan decide measured target "
         "trace trace.* replay replay.*",
         torch=True,
     ),

@@ -357,7 +357,7 @@ def test_an_op_that_runs_out_of_memory_has_no_time():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OFFPLAN_CACHE", str(tmp_path / "cache" / "offplan"))
     return tmp_path / "cache"
 
 

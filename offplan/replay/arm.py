@@ -130,7 +130,7 @@ def _traced(request: TraceRequest) -> Traced:
         partitioner=request.partitioner,
         compiler=request.compiler,
     )
-    with _repeatable(request.verify):
+    with repeatable(request.verify):
         facts = trace(request.spec, request.params, options, choices=request.choices)
     write_atomically(request.graph, save_graph(facts), GRAPH_FILE)
     return Traced()
@@ -147,7 +147,7 @@ def _timed(request: OpTimesRequest) -> Timed:
     plan = load_plan(request.plan)
     torch.manual_seed(request.seed)
     try:
-        with _repeatable(request.verify), warnings.catch_warnings():
+        with repeatable(request.verify), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with DrawnOn(device):
                 target = build_real(plan.target.spec, plan.target.params, device)
@@ -193,14 +193,14 @@ class _Run:
         self.during = ""
         self.pinning: Pinning | None = None
         self.pin = ""
-        self.machine = _machine(self.device)
+        self.machine = machine_here(self.device)
 
     def result(self) -> ArmResult:
         start = time.perf_counter()
         self.build_s = 0.0
         self.expected: Expected | None = None
         parts, out = None, None
-        with _heard_warnings() as heard, _repeatable(self.request.verify):
+        with _heard_warnings() as heard, repeatable(self.request.verify):
             try:
                 parts = self._steps(start)
             except Exception as error:
@@ -222,7 +222,7 @@ class _Run:
             arm=arm,
             machine=self.machine,
             fingerprints=tuple(self.fingerprints),
-            nondeterministic=tuple(_nondeterministic(heard)),
+            nondeterministic=tuple(nondeterministic(heard)),
             notes=() if self.pinning is None else self.pinning.notes,
         )
 
@@ -420,7 +420,7 @@ class DrawnOn(TorchDispatchMode):
 
 
 @contextmanager
-def _repeatable(wanted: bool) -> Iterator[None]:
+def repeatable(wanted: bool) -> Iterator[None]:
     """Deterministic kernels, where there are any (definition 4)."""
     if not wanted:
         yield
@@ -451,7 +451,7 @@ def _heard_warnings() -> Iterator[list[str]]:
         yield heard
 
 
-def _nondeterministic(heard: list[str]) -> Iterator[str]:
+def nondeterministic(heard: list[str]) -> Iterator[str]:
     """The first sentence of each warning about a kernel that does not repeat its results."""
     for words in dict.fromkeys(heard):
         if "determinis" in words and "use_deterministic_algorithms" in words:
@@ -488,7 +488,7 @@ def _op_of(error: BaseException) -> str:
     return ""
 
 
-def _machine(device: torch.device) -> Machine:
+def machine_here(device: torch.device) -> Machine:
     found = {
         "processor": _processor(),
         "cores": os.cpu_count() or 1,

@@ -176,8 +176,10 @@ class Replay(Steps):
 
     def close(self) -> None:
         """Wait for copies in flight, and give host memory back.  A second call does nothing."""
-        self.runtime.close()
-        self._step.close()
+        try:
+            self.runtime.close()
+        finally:
+            self._step.close()
 
     def stats(self) -> RuntimeStats:
         """What was moved so far, and the host memory held.  Waits for the device if timed."""

@@ -42,7 +42,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
 from offplan.errors import UsageError
-from offplan.replay.runtime import ReplayError
+from offplan.replay.runtime import ReplayError, explained
 from offplan.replay.saved import Mover, Record, Tally, View, check_version
 from offplan.trace._torch import storage_key, torch_c, tree_leaves
 
@@ -156,6 +156,8 @@ class ActivationOffload:
     def stats(self) -> OffloadStats:
         """Totals so far; where stalls are timed, waits for the device."""
         totals, shelf = self.mover.totals, self.mover.shelf
+        with explained("reading how long copies were waited for"):
+            stalled_ms = self.mover.link.stalled_ms()
         kept = self._seen
         for part in (totals.offloaded, *self._skipped.values()):
             kept = Tally(kept.count - part.count, kept.bytes - part.bytes)
@@ -172,7 +174,7 @@ class ActivationOffload:
             run_count=totals.run_count,
             peak_host_bytes=shelf.asked_bytes,
             host_pinned_bytes=shelf.pinned_bytes,
-            stalled_ms=self.mover.link.stalled_ms(),
+            stalled_ms=stalled_ms,
         )
 
     # --- what autograd calls ----------------------------------------------------------------------

@@ -20,6 +20,7 @@ import ctypes
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -180,9 +181,10 @@ class HostPool:
         """Give every slab back.  Copies in flight must have been waited for."""
         self.is_closed = True
         self.free.clear()
-        for slab in self.slabs:
-            slab.give_back()
-        self.slabs.clear()
+        # Each of them, whatever becomes of another.
+        with ExitStack() as all_of_them:
+            while self.slabs:
+                all_of_them.callback(self.slabs.pop().give_back)
 
     def _free_arenas(self, size_bytes: int) -> deque[Arena]:
         return self.free.setdefault(size_bytes, deque())
@@ -197,8 +199,12 @@ class HostPool:
             return
         self._check_budget(self._taken_bytes(sum(sizes)))
         slab = Slab(sum(sizes), self.pinning)
-        # What a backend that was fallen back to takes is only known now.
-        self._check_budget(slab.size_bytes)
+        try:
+            # What a backend that was fallen back to takes is only known now.
+            self._check_budget(slab.size_bytes)
+        except HostMemoryError:
+            slab.give_back()
+            raise
         self.slabs.append(slab)
         start = 0
         for size in sizes:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -37,7 +38,7 @@ from offplan.budget import Action, Aim, Budget, of_bytes, parse_budget
 from offplan.costs import DeviceProfile, profile_for
 from offplan.decide import decide
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES, RuleSet
-from offplan.errors import OffplanError, PlanError, UsageError
+from offplan.errors import OffplanError, OutputError, PlanError, UsageError
 from offplan.files import GRAPH_FILE, write_atomically
 from offplan.graph import Compiler, GraphFacts, Partitioner, TargetRef, load_graph, save_graph
 from offplan.measured import (
@@ -84,7 +85,7 @@ _GRACE_S = 15.0
 # cuBLAS then repeats its results from run to run; it reads this when it starts.
 # Host memory that a process holds once torch and CUDA have started, before a model is built.
 _PROCESS_BYTES = 1 << 30
-_REPEATABLE_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+REPEATABLE_CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 OnPhase = Callable[[str], None]
 
@@ -566,9 +567,9 @@ class _Processes:
         said = self.folder / "said.txt"
         answered.unlink(missing_ok=True)
         write_message(asked, request)
-        environment = _environment() | (_REPEATABLE_CUBLAS if request.verify else {})
+        environment = _environment() | (REPEATABLE_CUBLAS if request.verify else {})
         command = _command(asked, answered)
-        with said.open("wb") as output, _running(command, environment, output) as process:
+        with _opened(said) as output, _running(command, environment, output) as process:
             exit_code = process.wait()
         words = said.read_text(errors="replace")
         if not answered.exists():
@@ -581,8 +582,27 @@ class _Processes:
 
 @contextmanager
 def _processes() -> Iterator[_Processes]:
-    with tempfile.TemporaryDirectory(prefix="offplan-run-") as folder:
+    with _temporary_folder() as folder:
         yield _Processes(Path(folder))
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="offplan-run-")
+    except OSError as error:
+        raise OutputError(
+            f"cannot make a temporary folder: {error.strerror}",
+            fix="TMPDIR names another place for them",
+        ) from error
+
+
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return path.open("wb")
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {path}: {error.strerror}", fix="TMPDIR names another place for it"
+        ) from error
 
 
 def _command(asked: Path, answered: Path) -> list[str]:
@@ -594,15 +614,21 @@ def _running(
     command: list[str], environment: dict[str, str], output: object
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process that has ended when the context does, however it is left."""
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=output,  # type: ignore[call-overload]
-        stderr=output,
-        # Ctrl-C goes to every process of the terminal's group; this one decides for its own.
-        start_new_session=True,
-    )
+    try:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=output,  # type: ignore[call-overload]
+            stderr=output,
+            # Ctrl-C goes to every process of the terminal's group; this one decides for its own.
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ArmError(
+            f"no process can be started: {error.strerror}",
+            fix="end others, or raise `ulimit -u` or the memory limit of the container or job",
+        ) from error
     try:
         yield process
     finally:

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import msgspec
 
+from offplan.files import FileKind, write_atomically
 from offplan.graph import Compiler, Partitioner
 from offplan.measured import Arm, Engine, Machine, PinName, What
 from offplan.recompute import Choice
+
+MESSAGE_FILE = FileKind("a message between processes of offplan", b'{"type":')
 
 
 class TraceRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -114,10 +117,8 @@ Answer = Traced | Timed | ArmResult | Failure
 
 
 def write_message(path: Path, message: Request | Answer) -> None:
-    """Write ``message``, whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.json.encode(message, enc_hook=str))
-    temporary.replace(path)
+    """Write ``message``, whole or not at all.  Raises ``OutputError``."""
+    write_atomically(path, msgspec.json.encode(message, enc_hook=str), MESSAGE_FILE)
 
 
 def read_request(path: Path) -> Request:

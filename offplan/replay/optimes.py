@@ -20,7 +20,7 @@ Random-number state is as it was after a measurement; gradients accumulate as in
 
 from __future__ import annotations
 
-import os
+import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -33,11 +33,14 @@ import torch
 
 from offplan.costs import as_in_a_step, op_key, profile_for
 from offplan.errors import OutputError, UsageError
-from offplan.files import FileKind, write_atomically
+from offplan.files import FileKind, make_folder, write_atomically
 from offplan.graph import GraphFacts, Op, Value, timeline
+from offplan.kept import folder
 from offplan.replay.compiled import Replay, loss_of
 from offplan.roofline import is_view
 from offplan.trace._torch import OpOverload, TorchDispatchMode, tree_leaves
+
+logger = logging.getLogger("offplan")
 
 TIMES_FILE = FileKind("a file of op times", b'{"op_times_of":')
 
@@ -196,8 +199,11 @@ class _CudaTimed:
 
 def cached_op_times(gpu: str, torch_version: str) -> dict[str, float]:
     """What was measured before; empty if nothing was, or if the file cannot be read."""
+    path = _cache_file(gpu, torch_version)
+    if path is None:
+        return {}
     try:
-        found = msgspec.json.decode(_cache_file(gpu, torch_version).read_bytes(), type=OpTimes)
+        found = msgspec.json.decode(path.read_bytes(), type=OpTimes)
     except (OSError, msgspec.DecodeError):
         return {}
     same = (found.op_times_of, found.torch) == (gpu, torch_version)
@@ -209,13 +215,16 @@ def cache_op_times(gpu: str, torch_version: str, times_ms: Mapping[str, float]) 
     merged = {**cached_op_times(gpu, torch_version), **times_ms}
     content = msgspec.json.encode(OpTimes(gpu, torch_version, dict(sorted(merged.items()))))
     path = _cache_file(gpu, torch_version)
-    with suppress(OSError, OutputError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    if path is None:
+        return
+    try:
+        make_folder(path.parent)
         write_atomically(path, content + b"\n", TIMES_FILE)
+    except OutputError as error:
+        logger.info("op times are not kept for the next time: %s", error)
 
 
-def _cache_file(gpu: str, torch_version: str) -> Path:
-    # An empty variable counts as one that is not set.
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+def _cache_file(gpu: str, torch_version: str) -> Path | None:
+    above = folder()
     words = "".join(letter if letter.isalnum() else "-" for letter in f"{gpu} {torch_version}")
-    return Path(root) / "offplan" / "op-times" / f"{words.lower()}.json"
+    return None if above is None else above / "op-times" / f"{words.lower()}.json"

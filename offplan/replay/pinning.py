@@ -93,8 +93,13 @@ class Pages:
         Those of ``torch`` are its own: they go when the last host tensor has gone.
         """
         if self.is_held and self.mapping is not None:
-            self._unpin()
-            self.mapping.madvise(mmap.MADV_DONTNEED)
+            try:
+                self._unpin()
+            finally:
+                # Refused while they are locked, as they stay where unlocking was; they then go with
+                # the mapping.
+                with suppress(OSError):
+                    self.mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def _unpin(owner: int, backend: Pinning, address: int, mapping: mmap.mmap | None) -> None:
@@ -189,8 +194,8 @@ class Locked(Pageable):
                 self._lock(address + done, piece, done, size_bytes)
                 done += piece
         except BaseException:
-            if done:
-                _libc().munlock(ctypes.c_void_p(address), ctypes.c_size_t(done))
+            # All of them: Ctrl-C is heard after a piece was locked, and before it counts as done.
+            _libc().munlock(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes))
             raise
         self._sizes[address] = size_bytes
 
@@ -242,12 +247,19 @@ class Registered(Locked):
             raise
 
     def unpin(self, address: int) -> None:
-        # Whatever thread a tensor dies on: without this, CUDA would start on its first device.
-        with _on(self.device):
-            _finish_copies()
-            if int(torch.cuda.cudart().cudaHostUnregister(address)):
-                _forget_cuda_error()
-        super().unpin(address)
+        try:
+            # Whatever thread a tensor dies on: without this, CUDA would start on its first device.
+            with _on(self.device):
+                try:
+                    _surely(_finish_copies)
+                finally:
+                    _surely(lambda: self._unregister(address))
+        finally:
+            super().unpin(address)
+
+    def _unregister(self, address: int) -> None:
+        if int(torch.cuda.cudart().cudaHostUnregister(address)):
+            _forget_cuda_error()
 
     def _separate(self, address: int, size_bytes: int) -> None:
         """Keep the pages from a forked child (definition 7)."""
@@ -256,17 +268,30 @@ class Registered(Locked):
                 return
 
     def _register(self, address: int, size_bytes: int) -> None:
-        with _on(self.device):
-            error = torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE)
-            if not int(error):
-                return
-            reason = torch.cuda.cudart().cudaGetErrorString(error)
-            _forget_cuda_error()
+        with _on(self.device), _explained(size_bytes):
+            try:
+                error = torch.cuda.cudart().cudaHostRegister(address, size_bytes, _PORTABLE)
+            except BaseException:
+                # Ctrl-C is heard when CUDA has done it.
+                with suppress(RuntimeError):
+                    self._unregister(address)
+                raise
+            if int(error):
+                raise RuntimeError(torch.cuda.cudart().cudaGetErrorString(error))
+
+
+@contextmanager
+def _explained(size_bytes: int) -> Iterator[None]:
+    """What CUDA refuses as ``HostMemoryError``."""
+    try:
+        yield
+    except RuntimeError as error:
+        _forget_cuda_error()
         raise HostMemoryError(
             f"{amount(size_bytes)} of host pinned memory were refused by CUDA, within every limit "
-            f"that the system names: {reason}",
+            f"that the system names: {str(error).splitlines()[0]}",
             fix="move less (--host-budget), or end what else pins memory on this machine",
-        )
+        ) from error
 
 
 def _on(device: torch.device | None) -> Any:
@@ -277,6 +302,15 @@ def _finish_copies() -> None:
     # After a failed kernel the device takes no more orders; nor does it copy any more.
     with suppress(RuntimeError):
         torch.cuda.synchronize()
+
+
+def _surely(finish: Callable[[], None]) -> None:
+    """Do what no memory may go without, whether Ctrl-C is heard meanwhile or not."""
+    try:
+        finish()
+    except KeyboardInterrupt:
+        finish()
+        raise
 
 
 def _forget_cuda_error() -> None:
@@ -303,9 +337,14 @@ class TorchPinned:
     def take(self, size_bytes: int) -> Pages:
         size, most = reserved_bytes(size_bytes, "off"), reserved_bytes(size_bytes, "torch")
         check_room(self._read(), most, "torch")
-        with _on(self.device), self._refused(size):
+        with _on(self.device), _explained(size):
             before = _active_bytes()
-            memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            try:
+                memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            except BaseException:
+                # Ctrl-C is heard when torch has taken it.
+                empty_host_cache()
+                raise
             grown = _active_bytes() - before
         address = memory.data_ptr()
         self._held[address] = memory
@@ -315,25 +354,16 @@ class TorchPinned:
 
     def unpin(self, address: int) -> None:
         with _on(self.device):
-            _finish_copies()
-            del self._held[address]
-            empty_host_cache()
+            try:
+                _surely(_finish_copies)
+            finally:
+                del self._held[address]
+                with suppress(RuntimeError):
+                    empty_host_cache()
 
     def leave(self, address: int) -> None:
         # The end of the tensor would ask CUDA about copies: it gets none, by one reference more.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._held[address]))
-
-    @contextmanager
-    def _refused(self, size_bytes: int) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            _forget_cuda_error()
-            raise HostMemoryError(
-                f"{amount(size_bytes)} of host pinned memory were refused by CUDA, within every "
-                f"limit that the system names: {str(error).splitlines()[0]}",
-                fix="move less (--host-budget), or end what else pins memory on this machine",
-            ) from error
 
 
 def _active_bytes() -> int:

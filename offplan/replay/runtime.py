@@ -13,7 +13,9 @@ stream of its own, on which copies run in the order in which they were issued.
     stream as it stands (the allocation's former user) and for the slot's own offload; then issues
     the copy.
 4.  *wait* makes the compute stream wait for that copy.
-5.  Nothing here blocks the host, except for a pool that has to grow and for ``close``.
+5.  Nothing here blocks the host, except for a pool that has to grow, for ``close``, and after a
+    failure: then the host waits until nothing is in flight, before anything is let go that a copy
+    may still use.
 6.  A packed transfer gathers its bytes on the compute stream, into a buffer that the copy reads; on
     the way back they are scattered by the wait.
 7.  On the CPU, offload copies at once, release checks that the storage is really gone, reload fills
@@ -30,8 +32,9 @@ import gc
 import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -241,12 +244,16 @@ class CudaLink:
         return stream.record_event(Event())
 
 
+# Pairs of events that a timed link keeps before it asks which are over.
+_MOST_WAITS = 256
+
+
 class TimedCudaLink(CudaLink):
     """The same, with the time that the compute stream spends waiting measured."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self.waits: list[tuple[Event, Event]] = []
+        self.waits: deque[tuple[Event, Event]] = deque()
         self.total_ms = 0.0
 
     def wait(self, copy: Copy) -> None:
@@ -256,13 +263,19 @@ class TimedCudaLink(CudaLink):
         super().wait(copy)
         after.record(stream)
         self.waits.append((before, after))
+        # Whether or not anybody ever asks, there are no more of them than are under way.
+        while len(self.waits) > _MOST_WAITS and self.waits[0][1].query():
+            self._add_first()
 
     def stalled_ms(self) -> float | None:
-        for before, after in self.waits:
-            after.synchronize()
-            self.total_ms += before.elapsed_time(after)
-        self.waits.clear()
+        while self.waits:
+            self.waits[0][1].synchronize()
+            self._add_first()
         return self.total_ms
+
+    def _add_first(self) -> None:
+        before, after = self.waits.popleft()
+        self.total_ms += before.elapsed_time(after)
 
 
 def present_device(device: str | torch.device | None, *, doing: str, fix: str) -> torch.device:
@@ -284,7 +297,58 @@ def link_for(device: torch.device, *, timing: bool) -> Link:
     """The link of ``device``; on a GPU, one that measures stalls if ``timing``."""
     if device.type == "cpu":
         return CpuLink()
-    return TimedCudaLink(device) if timing else CudaLink(device)
+    return cuda_link(device, TimedCudaLink if timing else CudaLink)
+
+
+def cuda_link(device: torch.device, link_type: type[CudaLink]) -> CudaLink:
+    """Raises ``DeviceError`` if no streams can be made on ``device``."""
+    try:
+        return link_type(device)
+    except RuntimeError as error:
+        raise DeviceError(
+            f"no stream can be made on {device}: {_first_line(error)}",
+            fix="see nvidia-smi for who uses the GPU",
+        ) from error
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """What CUDA refuses as one plain message; running out of memory stays what torch says of it."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ReplayError(
+            f"{doing} failed: {_first_line(error)}",
+            fix="run the step again; if that fails too, an earlier kernel may have been what "
+            "failed, which CUDA_LAUNCH_BLOCKING=1 shows",
+        ) from error
+
+
+@contextmanager
+def guarded(link: Link, doing: str) -> Iterator[None]:
+    """The same around one transfer.  If it fails, or is interrupted, all copies have ended before
+    the error leaves here: then no memory can go that one of them still uses."""
+    try:
+        with explained(doing):
+            yield
+    except BaseException:
+        end_copies(link)
+        raise
+
+
+def end_copies(link: Link) -> None:
+    """After a failure: wait for all copies.  A device that takes no more orders copies nothing."""
+    with suppress(RuntimeError):
+        link.drain()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _holder(key: int) -> str:
@@ -359,11 +423,13 @@ class Runtime:
 
     def stats(self) -> RuntimeStats:
         """Totals so far.  Where stalls are timed, waits for the device."""
+        with explained("reading how long copies were waited for"):
+            stalled_ms = self.link.stalled_ms()
         return RuntimeStats(
             **vars(self._totals),
             host_asked_bytes=self.pool.asked_bytes,
             host_pinned_bytes=self.pool.pinned_bytes,
-            stalled_ms=self.link.stalled_ms(),
+            stalled_ms=stalled_ms,
         )
 
     def close(self) -> None:
@@ -372,16 +438,21 @@ class Runtime:
         if self.is_closed:
             return
         self.is_closed = True
-        # CUDA does not run in a forked child, and the copies are the parent's.
-        if not self.pool.is_inherited:
-            self.link.drain()
-        self._sending.clear()
-        self._arriving.clear()
-        self.pool.close()
+        try:
+            # CUDA does not run in a forked child, and the copies are the parent's.
+            if not self.pool.is_inherited:
+                with explained("waiting for the copies in flight"):
+                    self.link.drain()
+        finally:
+            self._sending.clear()
+            self._arriving.clear()
+            self.pool.close()
 
     def __del__(self) -> None:
+        # Nobody hears an error from here.
         if not sys.is_finalizing():
-            self.close()
+            with suppress(OffplanError):
+                self.close()
 
     # --- around a graph ---------------------------------------------------------------------------
 
@@ -389,32 +460,34 @@ class Runtime:
     def forward_run(self, arena_bytes: int) -> Iterator[None]:
         """One forward run, with a lease of its own on host memory.
 
-        If it fails, the compute stream waits for its copies before their storages go.
+        If it fails, its copies end before their storages go.
         """
         self._check_open()
-        self._lease = self.pool.lease(arena_bytes)
-        self._totals.lease_count += 1
         try:
+            self._lease = self.pool.lease(arena_bytes)
+            self._totals.lease_count += 1
             yield
         finally:
             self._lease = None
-            for sending in self._sending.values():
-                self.link.wait(sending.copy)
-            self._sending.clear()
+            self._abandon(self._sending)
 
     @contextmanager
     def backward_run(self) -> Iterator[None]:
         """One backward run.
 
-        If it fails, the compute stream waits for its reloads before their buffers go.
+        If it fails, its reloads end before their buffers go.
         """
         self._check_open()
         try:
             yield
         finally:
-            for arriving in self._arriving.values():
-                self.link.wait(arriving.copy)
-            self._arriving.clear()
+            self._abandon(self._arriving)
+
+    def _abandon(self, in_flight: dict[int, Any]) -> None:
+        """Let go of what a run has left in flight, as only one does that failed."""
+        if in_flight:
+            end_copies(self.link)
+            in_flight.clear()
 
     # --- in a graph -------------------------------------------------------------------------------
 
@@ -442,12 +515,13 @@ class Runtime:
         assert self._lease is not None
         slot, lease = self.slots[number], self._lease
         host = lease.host_tensor(slot.host_offset, slot.transfer_bytes)
-        if slot.pieces:
-            source = gather(storage, slot.pieces, first)
-        else:
-            source = window(storage, first + slot.start, (slot.stop - slot.start,), (1,))
-        copy = self.link.send(source, host, lease.arena.last_reload)
-        self._sending[number] = _Sending(value, source, copy)
+        with guarded(self.link, f"the offload of {slot.name}"):
+            if slot.pieces:
+                source = gather(storage, slot.pieces, first)
+            else:
+                source = window(storage, first + slot.start, (slot.stop - slot.start,), (1,))
+            copy = self.link.send(source, host, lease.arena.last_reload)
+            self._sending[number] = _Sending(value, source, copy)
         self._leases[host.data_ptr()] = lease
         lease.sent[number] = copy
         self._totals.offload_count += 1
@@ -464,8 +538,9 @@ class Runtime:
 
     def let_go(self, number: int) -> torch.Tensor:
         """The same for a storage that the graph still has: it is not checked to be gone."""
-        value, _, copy = self._sending.pop(number)
-        self.link.wait(copy)
+        with guarded(self.link, f"the release of {self.slots[number].name}"):
+            value, _, copy = self._sending.pop(number)
+            self.link.wait(copy)
         return value
 
     def reload(
@@ -473,25 +548,27 @@ class Runtime:
     ) -> torch.Tensor:
         """Issue the copy back.  The flat buffer it goes to, not to be read before ``wait``."""
         slot, lease = self.slots[number], self._leases[host.data_ptr()]
-        buffer = self.link.buffer(slot.buffer_bytes)
-        if slot.pieces:
-            target = self.link.buffer(slot.transfer_bytes)
-        else:
-            target = buffer[slot.start - slot.first_byte : slot.stop - slot.first_byte]
-        copy = self.link.fetch(host, target, lease.sent[number])
-        lease.arena.last_reload = copy
-        self._arriving[buffer.data_ptr()] = _Arriving(slot, host, target, buffer, copy)
+        with guarded(self.link, f"the reload of {slot.name}"):
+            buffer = self.link.buffer(slot.buffer_bytes)
+            if slot.pieces:
+                target = self.link.buffer(slot.transfer_bytes)
+            else:
+                target = buffer[slot.start - slot.first_byte : slot.stop - slot.first_byte]
+            copy = self.link.fetch(host, target, lease.sent[number])
+            lease.arena.last_reload = copy
+            self._arriving[buffer.data_ptr()] = _Arriving(slot, host, target, buffer, copy)
         self._totals.reload_count += 1
         self._totals.reloaded_bytes += slot.transfer_bytes
         return buffer.view(dtype)
 
     def wait(self, buffer: torch.Tensor) -> None:
         """Have the compute stream wait until ``buffer`` is filled."""
-        arriving = self._arriving.pop(buffer.data_ptr())
-        self.link.arrive(arriving.host, arriving.target, arriving.copy)
-        if arriving.slot.pieces:
-            slot = arriving.slot
-            scatter(arriving.target, buffer.untyped_storage(), slot.first_byte, slot.pieces)
+        slot, host, target, _, copy = self._arriving[buffer.data_ptr()]
+        with guarded(self.link, f"the wait for {slot.name}"):
+            del self._arriving[buffer.data_ptr()]
+            self.link.arrive(host, target, copy)
+            if slot.pieces:
+                scatter(target, buffer.untyped_storage(), slot.first_byte, slot.pieces)
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -515,5 +592,5 @@ def cuda_runtime(
 ) -> Runtime:
     """A runtime for a GPU, with its host memory pinned at once."""
     with torch.cuda.device(device):
-        pool = HostPool(arena_sizes, pinning, host_budget)
-        return Runtime(link_type(device), pool)
+        link = cuda_link(device, link_type)
+        return Runtime(link, HostPool(arena_sizes, pinning, host_budget))

@@ -29,13 +29,15 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from offplan.errors import OffplanError
 from offplan.replay.packing import window
-from offplan.replay.runtime import Link, ReplayError
+from offplan.replay.runtime import Link, ReplayError, explained, guarded
 from offplan.replay.shelf import Shelf
 
 aten = torch.ops.aten
@@ -78,7 +80,6 @@ class Record:
         self.rule = rule
         self.size_bytes = storage.nbytes()
         self.version = tensor._version
-        self.counter = version_counter(tensor)
         self.held: torch.UntypedStorage | None = storage
         self.live = weakref.ref(storage)
         self.run: Run | None = None
@@ -90,6 +91,8 @@ class Record:
         self.round = 0
         self.view_count = 0
         self.unread_count = 0
+        # Last, since it can fail, and what is not whole dies too.
+        self.counter = version_counter(tensor)
 
     @property
     def is_moved(self) -> bool:
@@ -117,15 +120,15 @@ class View:
 
     def __init__(self, record: Record, tensor: torch.Tensor) -> None:
         self.record = record
+        # Saved in the middle of a round, it is not one of those that the round waits for.
+        self.round = record.round
+        record.view_count += 1
         self.dtype = tensor.dtype
         self.shape, self.stride = tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset()
         self.is_conj, self.is_neg = tensor.is_conj(), tensor.is_neg()
         self.version = tensor._version
         self.counter = version_counter(tensor)
-        # Saved in the middle of a round, it is not one of those that the round waits for.
-        self.round = record.round
-        record.view_count += 1
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor, on ``storage``."""
@@ -285,6 +288,8 @@ class Mover:
         """Keep what still waits, and release everything that was sent."""
         self._waiting.clear()
         self._release(0)
+        # What an interrupt may have left uncounted.
+        self._sending_bytes = 0
 
     def _offload(self, record: Record) -> None:
         # Modified since it was saved: whoever reads it is told so, and needs no bytes.
@@ -292,15 +297,16 @@ class Mover:
             return
         # Before there is more: what is released here makes room for what the forward makes next.
         self._release(self.in_flight_bytes)
-        block = self.shelf.take(record.size_bytes)
-        if block is None:
-            self.totals.over_budget = self.totals.over_budget.plus(record.size_bytes)
-            return
-        source = window(record.held, 0, (record.size_bytes,), (1,))
-        record.block, record.host = block, block.host_tensor(record.size_bytes)
-        record.sent = self.link.send(source, record.host, block.after)
-        record.held = None
-        self._sending[id(record)] = _Sending(source, record.sent, record.size_bytes)
+        with guarded(self.link, f"the offload of {record.size_bytes} saved bytes"):
+            block = self.shelf.take(record.size_bytes)
+            if block is None:
+                self.totals.over_budget = self.totals.over_budget.plus(record.size_bytes)
+                return
+            source = window(record.held, 0, (record.size_bytes,), (1,))
+            host = block.host_tensor(record.size_bytes)
+            sent = self.link.send(source, host, block.after)
+            self._sending[id(record)] = _Sending(source, sent, record.size_bytes)
+        record.block, record.host, record.sent, record.held = block, host, sent, None
         self._sending_bytes += record.size_bytes
         self.totals.offloaded = self.totals.offloaded.plus(record.size_bytes)
         if not self._has_run:
@@ -316,7 +322,8 @@ class Mover:
         sending = self._sending.pop(key, None)
         if sending is not None:
             self._sending_bytes -= sending.size_bytes
-            self.link.wait(sending.copy)
+            with guarded(self.link, f"the release of {sending.size_bytes} saved bytes"):
+                self.link.wait(sending.copy)
 
     # --- the way back -----------------------------------------------------------------------------
 
@@ -353,7 +360,8 @@ class Mover:
         self._no_longer_ahead(record)
         if record.arriving is not None:
             buffer, copy = record.arriving
-            self.link.arrive(record.host, buffer[: record.size_bytes], copy)
+            with guarded(self.link, f"the wait for {record.size_bytes} saved bytes"):
+                self.link.arrive(record.host, buffer[: record.size_bytes], copy)
             record.arriving = None
         assert record.held is not None
         tensor = view.on(record.held)
@@ -363,20 +371,24 @@ class Mover:
 
     def _fetch(self, record: Record) -> None:
         """Begin a round of reads: take the storage where it is, or issue its reload."""
-        record.round += 1
-        record.unread_count = record.view_count
         storage = record.here()
-        if storage is not None:
-            if record.round == 1 and id(record) not in self._sending:
+        if storage is None:
+            self._reload(record)
+        else:
+            if record.round == 0 and id(record) not in self._sending:
                 self.totals.found = self.totals.found.plus(record.size_bytes)
                 record.run.found.add(record.place)
             record.held = storage
-            return
-        buffer = self.link.buffer(record.size_bytes)
-        copy = self.link.fetch(record.host, buffer, record.sent)
-        record.block.read_by(self._reload_count, copy)
-        self._reload_count += 1
-        record.arriving = _Arriving(buffer, copy)
+        record.round += 1
+        record.unread_count = record.view_count
+
+    def _reload(self, record: Record) -> None:
+        with guarded(self.link, f"the reload of {record.size_bytes} saved bytes"):
+            buffer = self.link.buffer(record.size_bytes)
+            copy = self.link.fetch(record.host, buffer, record.sent)
+            record.block.read_by(self._reload_count, copy)
+            self._reload_count += 1
+            record.arriving = _Arriving(buffer, copy)
         record.held = buffer.untyped_storage()
         record.live = weakref.ref(record.held)
         self.totals.reloaded = self.totals.reloaded.plus(record.size_bytes)
@@ -390,12 +402,15 @@ class Mover:
             self._drop(record)
 
     def _drop(self, record: Record) -> None:
-        if record.arriving is not None:
-            # Its bytes may be given to someone else, from here on the compute stream.
-            self.link.wait(record.arriving.copy)
-            record.arriving = None
-        record.held = None
-        self._no_longer_ahead(record)
+        arriving, record.arriving = record.arriving, None
+        try:
+            if arriving is not None:
+                # Its bytes may be given to someone else, from here on the compute stream.
+                with guarded(self.link, f"letting go of {record.size_bytes} reloaded bytes"):
+                    self.link.wait(arriving.copy)
+        finally:
+            record.held = None
+            self._no_longer_ahead(record)
 
     def _no_longer_ahead(self, record: Record) -> None:
         if self._ahead.pop(id(record), None) is not None:
@@ -408,28 +423,38 @@ class Mover:
             if record is not None:
                 record.round -= 1
                 self._drop(record)
+        self._ahead.clear()
+        self._ahead_bytes = 0
 
     # --- the end ----------------------------------------------------------------------------------
 
     def forget(self, record: Record) -> None:
         """A record has died: nothing of it stays in flight."""
-        self._let_go(id(record))
-        self._drop(record)
+        # Nobody hears an error from here, and no bytes are missed.
+        with suppress(OffplanError):
+            self._let_go(id(record))
+        with suppress(OffplanError):
+            self._drop(record)
 
     def close(self) -> None:
         """Wait for copies in flight, and give the host memory back."""
         if self.is_closed:
             return
         self.is_closed = True
-        self.link.drain()
-        self._waiting.clear()
-        self._sending.clear()
-        self._sending_bytes = 0
-        self.shelf.close()
+        try:
+            with explained("waiting for the copies in flight"):
+                self.link.drain()
+        finally:
+            self._waiting.clear()
+            self._sending.clear()
+            self._sending_bytes = 0
+            self.shelf.close()
 
     def __del__(self) -> None:
+        # Nobody hears an error from here.
         if not sys.is_finalizing():
-            self.close()
+            with suppress(OffplanError):
+                self.close()
 
     def _check_open(self) -> None:
         if self.is_closed:

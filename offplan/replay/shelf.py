@@ -24,6 +24,7 @@ import os
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -140,11 +141,12 @@ class Shelf:
     def close(self) -> None:
         """Give every slab back.  Copies in flight must have been waited for."""
         self.is_closed = True
-        for pages in self.slabs.values():
-            pages.give_back()
-        self.slabs.clear()
         self._gaps.clear()
         self.asked_bytes = 0
+        # Each of them, whatever becomes of another.
+        with ExitStack() as all_of_them:
+            while self.slabs:
+                all_of_them.callback(self.slabs.popitem()[1].give_back)
 
     def _check_usable(self) -> None:
         if self.is_closed:
@@ -207,8 +209,8 @@ class Shelf:
                 if gap.last_read.copy is not None:
                     gap.last_read.copy.synchronize()
                 self._remove(gap)
-                pages.give_back()
                 del self.slabs[gap.slab]
+                pages.give_back()
 
 
 def _joined(one: _Gap, other: _Gap) -> _Gap:

@@ -195,8 +195,10 @@ class Backend:
 
         What was compiled with the backend cannot run any more.
         """
-        self.runtime.close()
-        self._graphs.close()
+        try:
+            self.runtime.close()
+        finally:
+            self._graphs.close()
 
     def __enter__(self) -> Backend:
         return self
@@ -453,8 +455,15 @@ class _TrainingGraphs(Graphs):
         if self.compiler == "aot_eager":
             # Inductor's own entry point says so.
             count_aot_call()
-        with compile_settings():
-            return super().compile(module, example_inputs)
+        taken, plan_count = set(self._taken), len(self.plans)
+        try:
+            with compile_settings():
+                return super().compile(module, example_inputs)
+        except BaseException:
+            # The graph that could not be compiled has nothing: the next that is like it may.
+            self._taken = taken
+            del self.plans[plan_count:]
+            raise
 
     def choice(self, graph: CompiledGraph, base: RegionTemplate) -> Collection[int] | None:
         """What the plan that was given has run again, or else one that is made for the graph."""

@@ -24,6 +24,7 @@ from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._dynamo.exc import Unsupported as DynamoUnsupported
 from torch._dynamo.utils import counters as _dynamo_counters
 from torch._functorch import partitioners as _partitioners
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
@@ -96,6 +97,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "math_attention",
     "min_cut_rematerialization_partition",
+    "mutated_input_count",
     "partition_saving",
     "proxy_tensor_module",
     "reset_dynamo",
@@ -103,6 +105,7 @@ __all__ = [
     "scoped_library",
     "sequence_number",
     "set_sdp_priority_order",
+    "spin",
     "storage_key",
     "torch_c",
     "tracing",
@@ -148,6 +151,11 @@ def is_collective(target: Any) -> bool:
 def empty_host_cache() -> None:
     """Have torch give back the pinned memory that it keeps.  Its public name is newer than 2.11."""
     torch_c._host_emptyCache()
+
+
+def spin(cycles: int) -> None:
+    """Keep the current CUDA stream busy for that many cycles of the GPU's clock."""
+    torch.cuda._sleep(cycles)
 
 
 def reset_dynamo() -> None:
@@ -256,6 +264,16 @@ def saved_storages(node: Any) -> dict[int, int]:
     saved = [item for item in tree_leaves(raw) if getattr(item, "unpack_hook", 0) is None]
     tensors = [item.data for item in saved if isinstance(item.data, torch.Tensor)]
     return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+def mutated_input_count(joint: torch.fx.GraphModule, forward_outputs: int) -> int:
+    """How many of a joint graph's first outputs are new contents of inputs.
+
+    AOTAutograd's own count is not where a partitioner could see it yet.
+    """
+    (output,) = joint.graph.find_nodes(op="output")
+    described = tree_leaves(output.meta.get("desc", ()))[:forward_outputs]
+    return sum(isinstance(each, InputMutationAOTOutput) for each in described)
 
 
 def sequence_number(node: Any) -> int:

@@ -39,6 +39,7 @@ from offplan.trace._torch import (
     functorch_config,
     graph_break_reasons,
     is_traceable_wrapper_subclass,
+    mutated_input_count,
     storage_key,
     tree_leaves,
     tree_leaves_with_path,
@@ -227,8 +228,7 @@ class Joint:
         self.source_name = source_name
         self.base: Split | None = None
         self.context = TracingContext.get()
-        metadata = self.context.fw_metadata
-        self.mutated_count = metadata.num_mutated_inp_runtime_indices if metadata else 0
+        self.mutated_count = mutated_input_count(module, options["num_fwd_outputs"])
         self.shared: dict[str, _Sharing] = {
             node.name: _shared(node)
             for node in module.graph.nodes
