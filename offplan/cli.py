@@ -24,6 +24,7 @@ from offplan.commands.gate import gate
 from offplan.commands.report import report
 from offplan.commands.run import run
 from offplan.commands.sweep import sweep
+from offplan.commands.verify import verify
 from offplan.options import end_when_asked
 
 # What each command's help ends with.
@@ -56,6 +57,11 @@ EXAMPLES = {
         "offplan run model.py -p batch=4 --budget floor --compiler inductor",
         "offplan run model.py --device cpu --budget 0 --compare no-view,whole-storage",
     ),
+    "verify": (
+        "offplan verify",
+        "offplan verify model.py -p batch=4 --device cpu --no-cases",
+        "offplan verify --case interleaved-qkv --case unfolded --repeats 50 --compiler inductor",
+    ),
     "report": (
         "offplan report offplan.plan.yaml -o report.html",
         "offplan report offplan.plan.yaml measured.json",
@@ -80,7 +86,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (analyze, sweep, explain, diff, gate, run, report, device, export):
+for command in (analyze, sweep, explain, diff, gate, run, verify, report, device, export):
     # As they stand: help would make one paragraph of them.
     shown = "\n".join(("\b", "Examples:", *(f"  {line}" for line in EXAMPLES[command.__name__])))
     app.command(epilog=shown)(command)

@@ -42,7 +42,7 @@ TABLE = {
     "offplan.__main__": Allowed("cli"),
     "offplan.cli": Allowed(
         "commands.analyze commands.device commands.diff commands.explain commands.export "
-        "commands.gate commands.report commands.run commands.sweep options"
+        "commands.gate commands.report commands.run commands.sweep commands.verify options"
     ),
     "offplan.commands": Allowed(),
     "offplan.commands.analyze": Allowed(
@@ -59,6 +59,10 @@ TABLE = {
     "offplan.commands.run": Allowed(
         "units files eligibility plan gate measured options requests progress report.run",
         later="replay.measure",
+    ),
+    "offplan.commands.verify": Allowed(
+        "errors files graph plan options requests progress verified report.verify",
+        later="replay.cases replay.verifying",
     ),
     "offplan.commands.device": Allowed(
         "errors units files costs measured options progress report.device", later="replay.probe"
@@ -141,6 +145,7 @@ TABLE = {
         later="target trace.capture",
     ),
     "offplan.measured": Allowed("errors units files graph eligibility plan"),
+    "offplan.verified": Allowed("files graph measured"),
     # Steps drawn in time.
     "offplan.charted": Allowed("errors graph transfers memory costs plan relower chart opened"),
     "offplan.plotted": Allowed("options charted report.timeline"),
@@ -182,6 +187,7 @@ TABLE = {
     "offplan.report": Allowed(
         "errors units graph eligibility memory costs budget plan gate measured report.*",
     ),
+    "offplan.report.verify": Allowed("units report.document verified"),
     "offplan.report.sweep": Allowed("errors report.document sweep units"),
     "offplan.report.*": Allowed(
         "errors units graph eligibility memory costs budget plan gate measured report report.*",
@@ -228,7 +234,7 @@ TABLE = {
     "offplan.replay.layout": Allowed("transfers"),
     "offplan.replay.*": Allowed(
         "errors units files gpus graph kept footprint eligibility transfers recompute fusion "
-        "memory roofline costs budget plan decide measured target "
+        "memory roofline costs budget plan decide measured verified target "
         "trace trace.* replay replay.*",
         torch=True,
     ),

@@ -1,0 +1,244 @@
+"""Run the cases of ``offplan verify``, each in a worker process, several side by side.
+
+1.  A worker takes one case after another: what torch takes to start is paid once, and what a case
+    leaves behind is another case's to survive.
+2.  What a model prints goes to stderr: stdout has the result.
+3.  A worker that is killed, or that a case brings down, fails that case and no other.  A worker
+    ends when the process does that started it, however that ends.
+4.  Workers ask cuBLAS for kernels that repeat their results, and Inductor to compile in the worker
+    itself where there are several.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+
+import msgspec
+import torch
+
+from offplan import __version__
+from offplan.errors import DeviceError, OffplanError
+from offplan.graph import Compiler, TargetRef
+from offplan.measured import Machine, PinName
+from offplan.replay.arm import machine_here
+from offplan.replay.cases import Case
+from offplan.replay.measure import REPEATABLE_CUBLAS
+from offplan.replay.runtime import present_device
+from offplan.replay.selftest import STEPS, Asked, verify_one
+from offplan.verified import CaseResult, Verified, verified
+
+_MOST_JOBS = 8
+OnDone = Callable[[CaseResult], None]
+
+
+class Trials(msgspec.Struct, frozen=True, kw_only=True):
+    """What all cases have in common; ``jobs`` of them run side by side."""
+
+    device: str
+    compiler: Compiler
+    repeats: int
+    pin: PinName = "register"
+    jobs: int | None = None
+
+
+def verify_all(
+    cases: Sequence[Case],
+    targets: Sequence[TargetRef],
+    trials: Trials,
+    on_done: OnDone = lambda result: None,
+) -> Verified:
+    """What becomes of the ``cases``, and after them of the ``targets``, in that order.
+
+    ``on_done`` hears of each as it is there.  Raises ``DeviceError`` without the device.
+    """
+    asked = [_asked(case.name, case.target, trials, is_case=True) for case in cases]
+    asked += [_asked(_words(target), target, trials, is_case=False) for target in targets]
+    jobs = min(trials.jobs or _default_jobs(trials.device), max(len(asked), 1))
+    with _workers(jobs) as ask:
+        machine = ask.machine(trials.device)
+        found = ask.all(asked, on_done)
+    return verified(
+        found,
+        device=trials.device,
+        machine=machine,
+        compiler=trials.compiler,
+        repeats=trials.repeats,
+        steps_per_session=STEPS,
+        version=__version__,
+    )
+
+
+def _asked(name: str, target: TargetRef, trials: Trials, *, is_case: bool) -> Asked:
+    return Asked(
+        name=name,
+        target=target,
+        is_case=is_case,
+        device=trials.device,
+        compiler=trials.compiler,
+        repeats=trials.repeats,
+        pin=trials.pin,
+    )
+
+
+def _words(target: TargetRef) -> str:
+    return " ".join([target.spec, *(f"{name}={value}" for name, value in target.params.items())])
+
+
+def _default_jobs(device: str) -> int:
+    """All cores, or half of them for a GPU: there a backward runs on a thread of its own."""
+    cores = os.cpu_count() or 1
+    return max(1, min(cores if device == "cpu" else cores // 2, _MOST_JOBS))
+
+
+# --- workers --------------------------------------------------------------------------------------
+
+
+class _Workers:
+    """A pool for each worker: one that is killed breaks its pool, with all that waits for it."""
+
+    def __init__(self, jobs: int) -> None:
+        self.thread_count = max(1, (os.cpu_count() or 1) // jobs)
+        self.pools: list[ProcessPoolExecutor] = []
+        self.idle: queue.SimpleQueue[ProcessPoolExecutor] = queue.SimpleQueue()
+        self.threads = ThreadPoolExecutor(jobs)
+        self.stopped = threading.Event()
+        for _ in range(jobs):
+            self.idle.put(self._started())
+
+    def machine(self, device: str) -> Machine:
+        """Where a worker runs.  Raises ``DeviceError`` if that has not the device."""
+        pool = self.idle.get()
+        try:
+            found = pool.submit(_machine_of, device).result()
+        except BrokenProcessPool as error:
+            raise DeviceError(
+                "the process that looks for the device was ended", fix="see dmesg for why"
+            ) from error
+        finally:
+            self.idle.put(pool)
+        if isinstance(found, Machine):
+            return found
+        what, fix = found
+        raise DeviceError(what, fix=fix)
+
+    def all(self, asked: Sequence[Asked], on_done: OnDone) -> list[CaseResult]:
+        one_at_a_time = threading.Lock()
+
+        def one(each: Asked) -> CaseResult:
+            found = self._one(each)
+            with one_at_a_time:
+                on_done(found)
+            return found
+
+        return list(self.threads.map(one, asked))
+
+    def stop(self) -> None:
+        """At once: what runs is of no use any more."""
+        self.stopped.set()
+        for pool in self.pools:
+            for process in [*(pool._processes or {}).values()]:
+                process.terminate()
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        for pool in self.pools:
+            pool.shutdown(cancel_futures=True)
+
+    def _one(self, asked: Asked) -> CaseResult:
+        pool = self.idle.get()
+        try:
+            if self.stopped.is_set():
+                raise CancelledError
+            return pool.submit(_verify, asked, self.thread_count).result()
+        except BrokenProcessPool:
+            if self.stopped.is_set():
+                raise
+            pool = self._started()
+            return CaseResult(
+                name=asked.name,
+                about="",
+                target=asked.target,
+                outcome="failed",
+                message="its process was ended, by the system if that ran out of memory, or by an "
+                "error that Python does not hear of",
+            )
+        finally:
+            self.idle.put(pool)
+
+    def _started(self) -> ProcessPoolExecutor:
+        # Not by fork: CUDA does not run in a forked child.
+        pool = ProcessPoolExecutor(
+            1,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_start,
+        )
+        self.pools.append(pool)
+        return pool
+
+
+@contextmanager
+def _workers(jobs: int) -> Iterator[_Workers]:
+    one_thread = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if jobs > 1 else {}
+    with _environment({**REPEATABLE_CUBLAS, **one_thread}):
+        workers = _Workers(jobs)
+        try:
+            yield workers
+        except BaseException:
+            workers.stop()
+            raise
+        finally:
+            workers.close()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables for the processes started here, where they are not set; torch reads them early."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _start() -> None:
+    """Ctrl-C ends the command, which ends its workers; and definitions 2 and 3."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _verify(asked: Asked, thread_count: int) -> CaseResult:
+    # A second thread costs a small case more than it takes off it.
+    torch.set_num_threads(1 if asked.is_case else thread_count)
+    return verify_one(asked)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _machine_of(device: str) -> Machine | tuple[str, str]:
+    """The machine, or what is wrong with its device, and what to do."""
+    try:
+        found = present_device(
+            device,
+            doing="to verify on",
+            fix="verify with --device cpu, or on a machine with a GPU",
+        )
+        return machine_here(found)
+    except OffplanError as error:
+        return error.what, error.fix
