@@ -38,7 +38,8 @@ _HEADER = (
 )
 _PROFILES = Path(__file__).parent / "profiles"
 
-Rate = Annotated[int, msgspec.Meta(gt=0)]
+# A thousand times what any device does; beyond that, times come to nothing.
+Rate = Annotated[int, msgspec.Meta(gt=0, le=10**18)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Source = Literal["published", "measured"]
 

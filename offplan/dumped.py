@@ -19,10 +19,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from offplan.errors import FileFormatError, UsageError
+from offplan.files import read_content
 from offplan.plainpickle import PickleError, read_pickle
 
 # Many times the history that torch keeps by default.
 _MAX_RECORDS = 20_000_000
+_MAX_FILE_BYTES = 4 * 1024**3
+_MAX_DEVICES = 1024
+_MAX_ADDRESS = 2**64
 _LISTS = (list, tuple)
 _IN_USE = ("active_allocated", "active_pending_free", "active_awaiting_free")
 
@@ -96,10 +100,7 @@ def load_dumped(path: Path, device: int | None = None) -> Dumped:
 
 
 def _snapshot(path: Path) -> DumpedSnapshot:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise FileFormatError(f"cannot read {path}: {error.strerror}") from error
+    content = read_content(path, _MAX_FILE_BYTES, "a memory snapshot")
     try:
         if content.lstrip()[:1] in (b"{", b"["):
             found = msgspec.json.decode(content)
@@ -108,7 +109,9 @@ def _snapshot(path: Path) -> DumpedSnapshot:
         if isinstance(found, list):
             found = {"segments": found}
         _check_count(found)
-        return msgspec.convert(found, DumpedSnapshot)
+        snapshot = msgspec.convert(found, DumpedSnapshot)
+        _check_numbers(snapshot)
+        return snapshot
     except (PickleError, msgspec.DecodeError, RecursionError) as error:
         raise FileFormatError(
             f"{path} is not a memory snapshot: {error}",
@@ -129,6 +132,23 @@ def _check_count(found: Any) -> None:
     ]
     if sum(len(each) for each in collections if isinstance(each, _LISTS)) > _MAX_RECORDS:
         raise PickleError(f"it has more than {_MAX_RECORDS:,} blocks and events")
+
+
+def _check_numbers(snapshot: DumpedSnapshot) -> None:
+    """Refuse devices that no machine has, of which each would be looked at, and sizes that no
+    memory has."""
+    for segment in snapshot.segments:
+        if not 0 <= segment.device < _MAX_DEVICES:
+            raise PickleError(f"it has a segment of device {segment.device}")
+        sizes = (size for block in segment.blocks for size in (block.size, block.requested_size))
+        if not all(0 <= number < _MAX_ADDRESS for number in (segment.address, *sizes)):
+            raise PickleError("it has a segment of sizes or addresses that there are not")
+    if len(snapshot.device_traces) > _MAX_DEVICES:
+        raise PickleError(f"it has events of {len(snapshot.device_traces)} devices")
+    for events in snapshot.device_traces:
+        for event in events:
+            if not 0 <= event.size < _MAX_ADDRESS or not 0 <= event.addr < _MAX_ADDRESS:
+                raise PickleError("it has an event of a size or address that there is not")
 
 
 def _source(frames: Any) -> str:

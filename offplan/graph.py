@@ -26,8 +26,13 @@ from typing import Literal, NewType
 import msgspec
 
 from offplan.errors import FileFormatError
+from offplan.files import read_content
 
 SCHEMA_VERSION = 1
+# Many times what a model of a hundred layers takes.
+_MAX_FILE_BYTES = 512 * 1024**2
+# More than there is memory, and little enough for sums and products of sizes to stay numbers.
+_MOST_BYTES = 2**60
 
 ValueId = NewType("ValueId", int)
 StorageId = NewType("StorageId", int)
@@ -281,11 +286,7 @@ def load_graph(path: Path) -> GraphFacts:
     Raises ``FileFormatError`` naming the field for anything that is not one, ids that point nowhere
     included, so that later steps can index without checking.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise FileFormatError(f"cannot read {path}: {error.strerror}") from error
-    return decode_graph(content, str(path))
+    return decode_graph(read_content(path, _MAX_FILE_BYTES, "a graph file"), str(path))
 
 
 def decode_graph(content: bytes, name: str) -> GraphFacts:
@@ -314,6 +315,8 @@ def _problems(facts: GraphFacts) -> Iterator[str]:
     for index, storage in enumerate(facts.storages):
         if storage.size_bytes < 0:
             yield f"storages[{index}] has a negative size"
+        if storage.size_bytes > _MOST_BYTES:
+            yield f"storages[{index}] is larger than any memory"
     for index, value in enumerate(facts.values):
         yield from _value_problems(facts, index, value)
     value_count = len(facts.values)
@@ -322,15 +325,27 @@ def _problems(facts: GraphFacts) -> Iterator[str]:
             for lowering in _lowerings(graph):
                 for problem in _lowering_problems(graph, lowering):
                     yield f"regions[{region_index}] has a lowering {problem}"
-        for used in _used_ids(region):
-            if not 0 <= used < value_count:
-                yield f"regions[{region_index}] uses value {used}, of {value_count}"
+        used = [*_used_ids(region)]
+        missing = [value for value in used if not 0 <= value < value_count]
+        if missing:
+            yield f"regions[{region_index}] uses value {missing[0]}, of {value_count}"
+            return
+        for problem in _region_problems(facts, region):
+            yield f"regions[{region_index}] {problem}"
+    yield from _allocation_problems(facts)
 
 
 def _value_problems(facts: GraphFacts, index: int, value: Value) -> Iterator[str]:
+    numbers = (value.item_bytes, value.offset, *value.shape, *value.stride)
+    if value.storage is not None and not 0 <= value.storage < len(facts.storages):
+        yield f"values[{index}] has no storage {value.storage}, of {len(facts.storages)}"
+        return
+    if not -_MOST_BYTES <= min(numbers) <= max(numbers) <= _MOST_BYTES:
+        yield f"values[{index}] has a size, stride or offset that no tensor has"
+        return
     if value.kind != "tensor" or value.symbolic or value.layout != "strided":
         return
-    if value.storage is None or not 0 <= value.storage < len(facts.storages):
+    if value.storage is None:
         yield f"values[{index}] has no storage"
         return
     if len(value.shape) != len(value.stride):
@@ -344,6 +359,66 @@ def _value_problems(facts: GraphFacts, index: int, value: Value) -> Iterator[str
     last = value.offset + sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True))
     if (last + 1) * value.item_bytes > facts.storages[value.storage].size_bytes:
         yield f"values[{index}] reaches past the end of its storage"
+
+
+def _region_problems(facts: GraphFacts, region: Region) -> Iterator[str]:
+    """What makes the graphs of a region no program, or no pair (definitions 3 and 4)."""
+    forward, backward = region.forward, region.backward
+    for name, graph in (("forward", forward), ("backward", backward)):
+        if graph is not None:
+            yield from (f"{problem} in its {name}" for problem in _order_problems(facts, graph))
+    returned = [item.value for item in forward.outputs if item.kind == "saved"]
+    if returned != [saved.value for saved in region.saved]:
+        yield "does not save what its forward returns to be saved"
+    if backward is None:
+        return
+    received = [item.value for item in backward.inputs if item.kind == "saved"]
+    if received != [saved.backward_value for saved in region.saved]:
+        yield "does not receive what it saves"
+    values = facts.values
+    own = {values[item.value].storage for item in forward.inputs}
+    own.update(values[value].storage for op in forward.ops for value in op.outputs)
+    came: dict[StorageId, StorageId | None] = {}
+    for position, saved in enumerate(region.saved):
+        storage, before = values[saved.backward_value].storage, values[saved.value].storage
+        if storage is None:
+            continue
+        if came.setdefault(storage, before) != before or (storage != before and storage in own):
+            yield f"receives another storage than it saves, at saved position {position}"
+
+
+def _order_problems(facts: GraphFacts, graph: Graph) -> Iterator[str]:
+    """Tensors that an op uses before they are there, or makes again."""
+    # Sizes and other values may be there from the beginning.
+    made = {number for number, value in enumerate(facts.values) if value.kind != "tensor"}
+    others = frozenset(made)
+    made.update(item.value for item in graph.inputs)
+    for place, op in enumerate(graph.ops):
+        if not made.issuperset(op.inputs) or not made.issuperset(op.mutates):
+            yield f"has op {place} ({op.name}) use what is not made before"
+        if not made.isdisjoint(set(op.outputs) - others):
+            yield f"has op {place} ({op.name}) make what is there already"
+        made.update(op.outputs)
+    if not made.issuperset(item.value for item in graph.outputs if item.value is not None):
+        yield "returns what is not made"
+
+
+def _allocation_problems(facts: GraphFacts) -> Iterator[str]:
+    """Outputs on storages that are there, and are not of an input of their op (definition 3)."""
+    there: set[StorageId | None] = set()
+    values = facts.values
+    for number, region in enumerate(facts.regions):
+        for graph in filter(None, (region.forward, region.backward)):
+            there.update(values[item.value].storage for item in graph.inputs)
+            for place, op in enumerate(graph.ops):
+                made = {values[value].storage for value in op.outputs} - {None}
+                made.difference_update(values[value].storage for value in op.inputs)
+                if not made.isdisjoint(there):
+                    yield (
+                        f"regions[{number}] has op {place} ({op.name}) make storage "
+                        f"{min(made & there, key=str)} again"
+                    )
+                there.update(made)
 
 
 def _lowerings(graph: Graph) -> Iterator[Lowering]:

@@ -30,11 +30,13 @@ import msgspec
 
 from offplan.eligibility import RuleSet
 from offplan.errors import FileFormatError
-from offplan.files import FileKind, write_atomically
-from offplan.graph import TargetRef
+from offplan.files import FileKind, read_content, write_atomically
+from offplan.graph import Compiler, TargetRef
 from offplan.plan import Plan
 
 SCHEMA_VERSION = 3
+# Many times what a thousand steps take.
+_MAX_FILE_BYTES = 256 * 1024**2
 MEASURED_FILE = FileKind("an offplan measurement", b'{\n  "measured": {\n    "spec": ')
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -309,7 +311,7 @@ class Measurement(_Record, frozen=True, kw_only=True):
     device: str
     machine: Machine
     digest: str
-    compiler: str
+    compiler: Compiler
     partitioner: str
     attention: str
     rules: RuleSet
@@ -397,10 +399,8 @@ def write_measurement(path: Path, measurement: Measurement) -> None:
 def load_measurement(path: Path) -> Measurement:
     """Read a ``measured.json`` file.  Raises ``FileFormatError`` naming the field."""
     try:
-        content = path.read_bytes()
+        content = read_content(path, _MAX_FILE_BYTES, "a measurement")
         version = msgspec.json.decode(content, type=_Version).schema_version
-    except OSError as error:
-        raise FileFormatError(f"cannot read {path}: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _not_a_measurement(path, error) from error
     if version != SCHEMA_VERSION:

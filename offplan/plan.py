@@ -759,14 +759,17 @@ def _not_a_plan(path: Path, problem: str) -> FileFormatError:
 
 
 def _problems(plan: Plan) -> Iterator[str]:
-    """What a schema cannot say: every rule set is there, each saved position once, and no action
-    that the plan may not take."""
+    """What a schema cannot say: every rule set is there, each saved position once, all within the
+    regions and ops that there are, and no action that the plan may not take."""
     yield from _forbidden(plan)
+    yield from _misplaced(plan)
     for name in eligibility.RULE_SETS:
         if name not in plan.ledger:
             yield f"no ledger for {name} - at `$.ledger`"
     seen: set[tuple[int, int]] = set()
     for place, entry in enumerate(plan.storages):
+        if not entry.views:
+            yield f"a storage that no saved value is a view of - at `$.storages[{place}].views`"
         for view_place, view in enumerate(entry.views):
             at = f"at `$.storages[{place}].views[{view_place}]`"
             if len(view.verdicts) != len(eligibility.RULE_SETS):
@@ -775,6 +778,30 @@ def _problems(plan: Plan) -> Iterator[str]:
                 if (entry.region, position) in seen:
                     yield f"position {position} of region {entry.region} is there twice - {at}"
                 seen.add((entry.region, position))
+
+
+def _misplaced(plan: Plan) -> Iterator[str]:
+    """What names a region or an op that the plan does not have; ``check_plan`` says the rest."""
+    count, end = len(plan.regions), plan.op_count
+    parts: tuple[tuple[str, Sequence[Entry | Transfer | Choice | Recomputed]], ...] = (
+        ("storages", plan.storages),
+        ("transfers", plan.transfers),
+        ("choices", plan.choices),
+        ("recomputed", plan.recomputed),
+    )
+    for name, items in parts:
+        for place, item in enumerate(items):
+            if not 0 <= item.region < count:
+                yield f"region {item.region}, of {count} - at `$.{name}[{place}].region`"
+    for place, transfer in enumerate(plan.transfers):
+        ops = (transfer.offload_after, transfer.release_by)
+        back = (transfer.reload_at or 0, transfer.needed_by or 0)
+        if not all(0 <= op < end for op in ops) or not all(0 <= op <= end for op in back):
+            yield f"an op beyond the plan's {end} - at `$.transfers[{place}]`"
+        if (transfer.reload_at is None) != (transfer.needed_by is None):
+            yield f"only one of reload_at and needed_by - at `$.transfers[{place}]`"
+        if not 0 <= transfer.start < transfer.stop or transfer.transfer_bytes <= 0:
+            yield f"no bytes that could be moved - at `$.transfers[{place}]`"
 
 
 def _forbidden(plan: Plan) -> Iterator[str]:

@@ -21,6 +21,7 @@ from offplan.errors import UsageError
 from offplan.graph import Compiler, GraphFacts, Partitioner, TargetRef, load_graph
 from offplan.kept import keep_graph
 from offplan.options import GRAPH_SUFFIX, parse_params
+from offplan.outside import check_target
 from offplan.plan import ACTIONS, Plan, load_plan
 from offplan.progress import Progress
 from offplan.recompute import Choice
@@ -50,15 +51,24 @@ def plan_of(request: Request, rules: RuleSet, min_bytes: int) -> Plan:
     return analyzed(request, rules, min_bytes, Aim(actions=ACTIONS)).plan
 
 
-def source_of(target: str, params: list[str]) -> Plan | TargetRef:
-    """What ``run`` replays: a plan, or a target to plan for."""
+def source_of(target: str, params: list[str], typed: str | None = None) -> Plan | TargetRef:
+    """What is replayed: a plan, or a target to plan for.
+
+    ``typed`` is the plan's target, where the user typed that beside the plan
+    (``offplan.outside``).
+    """
     if Path(target).suffix in (".yaml", ".yml"):
         if params:
             raise UsageError(f"{target} is a plan file, so it takes no -p")
         plan = load_plan(Path(target))
         if is_trace(plan.target.spec):
             raise no_model(plan.target.spec)
+        note = check_target(Path(target), plan, typed)
+        if note:
+            typer.echo(f"note: {note}", err=True)
         return plan
+    if typed is not None:
+        raise UsageError(f"--target is for plan files, and {target} is none")
     if is_trace(target):
         raise no_model(target)
     if target.endswith(GRAPH_SUFFIX):

@@ -77,8 +77,9 @@ TABLE = {
         "report.embed report.page"
     ),
     "offplan.options": Allowed("errors units budget costs eligibility plan"),
+    "offplan.outside": Allowed("errors plan"),
     "offplan.requests": Allowed(
-        "doors errors eligibility graph kept recompute budget decide plan options progress "
+        "doors errors eligibility graph kept recompute budget decide outside plan options progress "
         "report",
         later="doors.torch_trace trace.capture replay.measure",
     ),

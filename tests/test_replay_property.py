@@ -6,10 +6,8 @@ compiled graphs; one has everything movable moved, placed for the least peak.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
+from fuzz_ops import OPS, ROWS, WIDTH
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from test_replay_rewrite import windows
@@ -18,73 +16,6 @@ from torch import nn
 from offplan.plan import Plan, check_plan, make_plan
 from offplan.replay.compiled import Replay, loss_of
 from offplan.target import Target
-
-ROWS, WIDTH = 8, 12
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x.reshape(-1)
-
-
-def _matrix(x: torch.Tensor) -> torch.Tensor:
-    """Any tensor as one that the weight can multiply."""
-    rows = x.reshape(-1)
-    return (
-        rows[: len(rows) // WIDTH * WIDTH].view(-1, WIDTH) if len(rows) >= WIDTH else rows[:, None]
-    )
-
-
-def _updated(x: torch.Tensor) -> torch.Tensor:
-    """In place, on an activation of its own and through a view of it."""
-    y = x * 1.5
-    y.add_(0.25)
-    y.reshape(-1)[::3].mul_(0.5)
-    return y
-
-
-OPS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
-    "exp": lambda x, w: (x.sin() * 0.5).exp(),
-    "sigmoid": lambda x, w: x.sigmoid(),
-    "relu": lambda x, w: x.relu(),
-    "relu_": lambda x, w: (x + 1).relu_(),
-    "square": lambda x, w: x * x.cos(),
-    "update": lambda x, w: _updated(x),
-    "flatten": lambda x, w: _flat(x).sin(),
-    "view": lambda x, w: _flat(x)[: x.numel() // 2 * 2].view(2, -1).tanh(),
-    "slice": lambda x, w: _flat(x)[x.numel() // 3 :].sin(),
-    "step": lambda x, w: _flat(x)[::5].cos(),
-    "gap": lambda x, w: _matrix(x)[:, :2].exp().sin(),
-    "transpose": lambda x, w: _matrix(x).t().sin(),
-    "square_transpose": lambda x, w: _matrix(x) * _matrix(x).roll(1, 0).t().t().sin(),
-    "expand": lambda x, w: (_matrix(x).mean(0, keepdim=True).sin().expand(3, -1)).cos(),
-    "chunks": lambda x, w: _product(_matrix(x).sigmoid().chunk(3, -1)),
-    "unfold": lambda x, w: _flat(x.sin()).unfold(0, 4, 2).exp(),
-    "strided": lambda x, w: x.sin().contiguous().as_strided((2, 3), (1, 2), 1).cos(),
-    "pair": lambda x, w: _both(x.sigmoid()),
-    "sum": lambda x, w: _matrix(x).sum(-1).sin(),
-    "max": lambda x, w: _matrix(x).max(-1).values.sin(),
-    "sort": lambda x, w: _flat(x).sort().values.sin(),
-    "softmax": lambda x, w: _matrix(x).softmax(-1),
-    "layer_norm": lambda x, w: nn.functional.layer_norm(_matrix(x), (_matrix(x).shape[-1],)),
-    "matmul": lambda x, w: _matrix(x) @ w if _matrix(x).shape[-1] == WIDTH else x.sin(),
-    "gram": lambda x, w: _matrix(x) @ _matrix(x).t(),
-    "dropout": lambda x, w: nn.functional.dropout(x, 0.3),
-    "complex": lambda x, w: torch.fft.rfft(_flat(x), n=8).conj().abs(),
-    "half": lambda x, w: (x.to(torch.bfloat16) * 2).sin().to(x.dtype),
-}
-
-
-def _product(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    first = parts[0]
-    for part in parts[1:]:
-        first = first * part if part.shape == first.shape else first
-    return first
-
-
-def _both(x: torch.Tensor) -> torch.Tensor:
-    """Saves a base and several different views of it."""
-    view = x.reshape(-1)
-    return (view.sin() * view)[1:] * x.reshape(-1)[:-1]
 
 
 class Program(nn.Module):

@@ -39,6 +39,15 @@ def run(
         typer.Argument(metavar="[PLAN or TARGET]", help="A plan file, or a target to plan for."),
     ] = str(DEFAULT_PLAN),
     param: Params = None,
+    named: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            metavar="TARGET",
+            help="The target that the plan names. To be typed where a plan names a module, or a "
+            "file neither in its own folder nor in this one; such a plan is refused otherwise.",
+        ),
+    ] = None,
     budget: BudgetText = None,
     actions: ActionsText = None,
     profile: ProfileText = None,
@@ -109,7 +118,7 @@ def run(
     if output is not None:
         check_writable(output, MEASURED_FILE)
     with Progress() as progress:
-        replays = plans_to_replay(source_of(target, param or []), wanted, progress.phase)
+        replays = plans_to_replay(source_of(target, param or [], named), wanted, progress.phase)
         measurement = measure(replays, options, progress.phase)
     if output is not None:
         write_measurement(output, measurement)

@@ -109,6 +109,12 @@ def read_log(target: str, rank: int | None = None) -> TraceLog:
             reader.take(event, payload)
     except OSError as error:
         raise TargetError(f"{path} cannot be read: {error.strerror}") from error
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        # Damaged, or by a version of torch that writes other events.
+        raise FileFormatError(
+            f"{path} has an event that cannot be read ({type(error).__name__}: {error})",
+            fix="write it again with: TORCH_TRACE=folder python train.py",
+        ) from error
     if not reader.count:
         raise FileFormatError(
             f"{path} is no log of torch.compile",
@@ -176,7 +182,7 @@ def _event(line: str) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads("{" + text)
-    except ValueError:
+    except (ValueError, RecursionError):
         # The last line of a process that was ended.
         return None
     return found if isinstance(found, dict) else None
