@@ -23,6 +23,7 @@ Records are primitive facts; what they add up to is derived here, once, for ever
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -409,13 +410,29 @@ def load_measurement(path: Path) -> Measurement:
             fix="measure again with this version of offplan",
         )
     try:
-        return msgspec.json.decode(content, type=Measurement)
+        found = msgspec.json.decode(content, type=Measurement)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _not_a_measurement(path, error) from error
+    problem = next(_problems(found), None)
+    if problem is not None:
+        raise _not_a_measurement(path, problem)
+    return found
 
 
-def _not_a_measurement(path: Path, error: Exception) -> FileFormatError:
+def _problems(measurement: Measurement) -> Iterator[str]:
+    """What a schema cannot say: the arms that a report is about are there, with steps to count."""
+    roles = [arm.role for arm in measurement.arms]
+    is_compiled = measurement.engine == "compiled"
+    for role in ("no plan", "plan") if is_compiled else ("no offload", "hooks"):
+        if role not in roles:
+            yield f"no arm of the role {role} - at `$.arms`"
+    for place, arm in enumerate(measurement.arms):
+        if arm.completed and not arm.measured:
+            yield f"a completed arm without a step after its warm-up - at `$.arms[{place}].steps`"
+
+
+def _not_a_measurement(path: Path, problem: Exception | str) -> FileFormatError:
     return FileFormatError(
-        f"{path} is not an offplan measurement: {error}",
+        f"{path} is not an offplan measurement: {problem}",
         fix="make one with: offplan run --budget 0 -o measured.json",
     )

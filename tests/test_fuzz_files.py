@@ -107,6 +107,23 @@ def _first(document: Any) -> Any:
     return document["regions"][0]["forward"]
 
 
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda d: d["arms"].pop(0), "no arm of the role no plan"),
+        (lambda d: d["arms"].pop(1), "no arm of the role plan"),
+        (lambda d: d["arms"][1].update(steps=d["arms"][1]["steps"][:1]), "$.arms[1].steps"),
+    ],
+)
+def test_a_measurement_without_what_is_compared_is_refused(
+    tmp_path: Path, change: Callable[[Any], Any], problem: str
+) -> None:
+    document = BY_NAME["measured"].document(0)
+    change(document)
+    content = json.dumps(document).encode()
+    assert problem in refused(load_measurement, tmp_path / "made.json", content)
+
+
 @pytest.mark.parametrize("device", [2**62, -1])
 def test_a_snapshot_of_a_device_that_no_machine_has_is_refused(tmp_path: Path, device: int) -> None:
     segment = {"address": 0, "device": device, "blocks": []}

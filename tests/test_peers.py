@@ -554,7 +554,7 @@ def test_part_of_a_task_names_the_plan_file_of_an_arm() -> None:
 
 
 @pytest.mark.slow
-def test_two_arms_are_measured_with_equal_results_and_not_twice(tmp_path: Path) -> None:
+def test_two_arms_are_measured_with_equal_results(tmp_path: Path) -> None:
     def run(*words: str) -> str:
         command = [sys.executable, "benchmarks/peers.py", "run", "--device=cpu", "--small"]
         command += ["--only=encoder", f"--results={tmp_path}", *words]
@@ -563,21 +563,16 @@ def test_two_arms_are_measured_with_equal_results_and_not_twice(tmp_path: Path) 
         return done.stderr
 
     run("--part=eager", "--arm=eager checkpointing all")
-    said = run("--part=hooks", "--arm=hooks all")
-    assert "offplan hooks all" in said
+    assert "offplan hooks all" in run("--part=hooks", "--arm=hooks all")
     path = tmp_path / "cpu-peers.json"
     arms = json.loads(path.read_text())["models"]["encoder"]["arms"]
     assert set(arms) == {"eager", "eager checkpointing all layers", "offplan hooks all"}
     assert arms["offplan hooks all"]["moved_bytes"] > 0
-    # The CPU's gauge counts tensors, so that both are lower than without.
     for name in ("eager checkpointing all layers", "offplan hooks all"):
         # An arm whose steps are slow takes fewer of them.
         compared = list(zip(arms[name]["losses"], arms["eager"]["losses"], strict=False))
         assert len(compared) >= 3
         assert all(one == other for one, other in compared)
-    checkpointed = arms["eager checkpointing all layers"]
-    assert checkpointed["peak_allocated_bytes"] < arms["eager"]["peak_allocated_bytes"]
-    assert run("--part=eager", "--arm=eager checkpointing all") == ""
 
 
 def test_levels_need_an_engine_of_their_part() -> None:
