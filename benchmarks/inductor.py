@@ -8,7 +8,8 @@
     python benchmarks/inductor.py plan     # the plan of the whole model; no GPU needed
     python benchmarks/inductor.py whole    # all 40 layers with labels and plain SGD, 12 steps on
                                            # text: without a plan, with one, and accumulated
-                                           # (--part none|plan|accumulated: one of them)
+                                           # (--part none|plan|accumulated: one of them), with
+                                           # PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
     python benchmarks/inductor.py examples # the loops in examples/, with no budget and at the floor
 
 Each writes ``<gpu>-inductor-<what>.json`` into ``benchmarks/results`` (``--out`` names another
