@@ -251,8 +251,8 @@ SMALL_WHOLE = ("benchmarks/models.py:llama", {"layers": "1", "batch": "4", "seq"
 # Of the 150.1 GB of the device: a budget is for what is allocated, and the blocks that are reserved
 # for it have gaps.  And of the 137 GB of the host.
 WHOLE_BUDGET, WHOLE_HOST = "130GB", "90GB"
-# Of how many rows, unless it is said: of 4, 8, 12, 16 the most for which there is a plan.
-WHOLE_ROWS = "12"
+# Of how many rows, unless it is said: of multiples of four the most for which there is a plan.
+WHOLE_ROWS = "16"
 # And how many of them in reverse.
 WHOLE_STEPS, REVERSE_STEPS = 12, 4
 LEARNING_RATE = 1e-3
