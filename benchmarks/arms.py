@@ -8,7 +8,6 @@ events of one more step of each arm are kept there, to be laid beside a predicti
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import gzip
 import json
@@ -22,22 +21,20 @@ from typing import Any
 import torch
 from turns import Turns
 
-from offplan.budget import Action, Aim, Budget, Outlooks
+from offplan.budget import Aim, Budget, Outlooks
 from offplan.costs import DeviceProfile, op_times_ms, profile_for, with_arithmetic
-from offplan.decide import decide
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES
 from offplan.errors import UsageError
 from offplan.fusion import as_run, fused
 from offplan.graph import Compiler, save_graph
 from offplan.memory import Conditions, Memory
-from offplan.plan import ACTIONS, Draft, Plan, dump_plan
-from offplan.recompute import apply
+from offplan.plan import Draft, Plan, dump_plan
 from offplan.replay.arm import DrawnOn
 from offplan.replay.compiled import Replay, build_real, loss_of
 from offplan.replay.fingerprint import fingerprints
 from offplan.replay.gauge import CpuGauge, CudaGauge
 from offplan.replay.optimes import measured_op_times
-from offplan.trace.capture import TracedStep, TraceOptions, traced
+from offplan.trace.capture import TraceOptions, traced
 
 WARM_UP = 2
 
@@ -82,8 +79,6 @@ class Arms:
         self.op_ms: dict[str, float] = {}
         self.profile: DeviceProfile | None = None
         self.facts: Any = None
-        # With Inductor.
-        self.step: TracedStep | None = None
 
     def no_plan(self) -> dict[str, Any]:
         """The arm without a plan; afterwards ``facts`` and measured op times are known."""
@@ -99,12 +94,6 @@ class Arms:
         return Aim(
             budget=budget, op_ms=self.op_ms, conditions=self.conditions, profile=self.profile
         )
-
-    def joint_plan(self, budget: Budget, actions: tuple[Action, ...] = ACTIONS) -> Plan:
-        """The plan of several actions."""
-        aim = dataclasses.replace(self.aim(budget), actions=actions)
-        under = None if self.step is None else self.step.under
-        return decide(self.facts, DEFAULT_RULES, DEFAULT_MIN_BYTES, budget, aim, under)
 
     def plan(self, budget: Budget | None, rules: str = DEFAULT_RULES) -> Plan:
         draft = self.draft(rules)
@@ -140,17 +129,13 @@ class Arms:
             return
         # What Inductor makes of the graphs, which a replay does not ask for.
         options = TraceOptions(device=self.device.type, compiler=self.compiler)
-        self.step = traced(self.spec, self.params, options)
-        self.facts = self.step.facts
+        self.facts = traced(self.spec, self.params, options).facts
         if self.facts.gpu:
             self.profile = _as_fast(profile_for(self.facts.gpu), self.facts, found["step_ms"])
 
     def beside(self, found: dict[str, Any], plan: Plan) -> dict[str, Any]:
         """What was measured, with what ``plan`` predicts and how far off that is."""
-        facts = self.facts
-        if plan.choices:
-            facts = self.step.under(plan.choices) if self.step else apply(facts, plan.choices)
-        ran = as_run(facts, plan.transfers)
+        ran = as_run(self.facts, plan.transfers)
         around = Memory(ran.facts, self.conditions).reserved_range(ran.transfers)
         predicted = {
             **predicted_of(plan),
