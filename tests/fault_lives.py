@@ -179,6 +179,16 @@ _SLOTS = (
 _ARENA_BYTES = 12288
 
 
+def leased_of(runtime: Runtime) -> list[str]:
+    """What ``runtime`` has not given back of a step, in words."""
+    pool = runtime.pool
+    free = sum(size * len(arenas) for size, arenas in pool.free.items())
+    found = [] if free == pool.asked_bytes else ["host memory is leased"]
+    if runtime._sending or runtime._arriving:
+        found.append("a storage is held")
+    return found
+
+
 class RuntimeLife(Life):
     """Three transfers, of every kind, both ways."""
 
@@ -192,12 +202,7 @@ class RuntimeLife(Life):
         self.runtime.close()
 
     def leased(self) -> list[str]:
-        pool = self.runtime.pool
-        free = sum(size * len(arenas) for size, arenas in pool.free.items())
-        found = [] if free == pool.asked_bytes else ["host memory is leased"]
-        if self.runtime._sending or self.runtime._arriving:
-            found.append("a storage is held")
-        return found
+        return leased_of(self.runtime)
 
     def step(self) -> Bits:
         with self.runtime.forward_run(_ARENA_BYTES):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fault_lives import Bits, Life, Place, outcome_of, place
+from fault_lives import Bits, Life, Place, leased_of, outcome_of, place
 from fault_points import HOWS
 from test_faults import faults
 from torch import nn
@@ -74,12 +74,7 @@ class CompiledLife(Life):
         self.runtime.pool.close()
 
     def leased(self) -> list[str]:
-        pool = self.runtime.pool
-        free = sum(size * len(arenas) for size, arenas in pool.free.items())
-        found = [] if free == pool.asked_bytes else ["host memory is leased"]
-        if self.runtime._sending or self.runtime._arriving:
-            found.append("a storage is held")
-        return found
+        return leased_of(self.runtime)
 
     def step(self) -> Bits:
         if not self.runtime.pool.slabs or self.runtime.pool.is_closed:
