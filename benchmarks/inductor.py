@@ -329,7 +329,7 @@ def whole_child(
 
     import torch
     from ready import Weights
-    from turns import Turns, compile_only
+    from turns import Gated, Turns
 
     import offplan
     from offplan.replay.arm import DrawnOn
@@ -371,9 +371,9 @@ def whole_child(
 
     plan = offplan.Plan.load(os.environ["PLAN"]) if part == "plan" else None
     with offplan.backend(plan, device=device) as backend:
-        model = torch.compile(target.model, backend=backend, dynamic=False)
+        model = Gated(target.model, backend)
         piece = pieces_of(0)[0]
-        compile_only(lambda: model(input_ids=piece, labels=piece))
+        model.prepare(input_ids=piece, labels=piece)
         yield {"compile_s": round(time.perf_counter() - start, 1)}
         _wait_for(os.environ["AFTER"])
         with turns.alone():

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from turns import Turns
+from turns import Gated, Turns, inductor
 
 import offplan
 from offplan.errors import OffplanError
@@ -241,14 +241,13 @@ def _why(error: BaseException) -> str:
     return f"{type(error).__name__}: {told}"
 
 
-def _run(bench: Bench, way: Way, call: _Compiled | None) -> dict[str, Any]:
+def _run(bench: Bench, way: Way, call: Gated | None) -> dict[str, Any]:
     bench.empty()
     with way.placed():
         if call is None:
             assert way.eager is not None
             forward = way.eager()
         else:
-            call.is_open = True
             forward = partial(call, *bench.target.args, **bench.target.kwargs)
         return bench.measured(forward, way.moved_bytes)
 
@@ -267,57 +266,26 @@ def _pinned(bench: Bench, ways: Sequence[Way], failed: dict[str, str]) -> None:
 # --- compiling without running --------------------------------------------------------------------
 
 
-class _ClosedError(Exception):
-    """A compiled graph was called before its time."""
-
-
-class _Compiled:
-    """A compiled step, which refuses to run until it is opened."""
-
-    def __init__(self, step: Callable[..., Any], backend: Any) -> None:
-        self.is_open = False
-        self._backend = backend
-        self._call = torch.compile(step, backend=self._compile, dynamic=False)
-
-    def _compile(self, module: Any, example_inputs: Any) -> Callable[..., Any]:
-        run = self._backend(module, example_inputs)
-
-        def gated(*args: Any) -> Any:
-            if not self.is_open:
-                raise _ClosedError
-            return run(*args)
-
-        return gated
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-
-def _compiled(bench: Bench, ways: Sequence[Way], failed: dict[str, str]) -> dict[str, _Compiled]:
-    """Every way that compiles, forward and backward, by name.
-
-    A step that falls into several graphs compiles the first here, and the others as it runs.
-    """
+def _compiled(bench: Bench, ways: Sequence[Way], failed: dict[str, str]) -> dict[str, Gated]:
+    """Every way that compiles, forward and backward, by name."""
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
 
-    # A pass on the joint graph is no part of the key of autograd's cache.
-    patched = {"force_non_lazy_backward_lowering": True, "enable_autograd_cache": False}
     dynamo_config.recompile_limit = 4 * len(ways) + 8
     found = {}
     for way in ways:
         if bench.asked.is_late:
             break
-        with _reported(way, failed), way.placed(), functorch_config.patch(**patched):
+        # A pass on the joint graph is no part of the key of autograd's cache.
+        uncached = functorch_config.patch(enable_autograd_cache=False)
+        with _reported(way, failed), way.placed(), uncached:
             assert way.backend is not None
             start = time.perf_counter()
-            call = _Compiled(bench.step, way.backend())
-            try:
-                bench.reset(0)
-                call(*bench.target.args, **bench.target.kwargs)
-            except _ClosedError:
-                found[way.name] = call
+            call = Gated(bench.step, way.backend())
+            bench.reset(0)
+            call.prepare(*bench.target.args, **bench.target.kwargs)
             way.said["compile_s"] = round(time.perf_counter() - start, 1)
+            found[way.name] = call
     bench.empty()
     return found
 
@@ -396,7 +364,7 @@ def checkpoint_way(bench: Bench, name: str) -> Way:
     placed = checkpointed(bench.target.model, every, keeps=keeps)
     if name.startswith("eager"):
         return Way(name, "eager", placed, eager=lambda: bench.run)
-    return Way(name, "inductor", placed, backend=inductor_backend)
+    return Way(name, "inductor", placed, backend=inductor)
 
 
 # --- eager peers ----------------------------------------------------------------------------------
@@ -527,18 +495,14 @@ def _stood_in(package: str, needs: Mapping[str, Mapping[str, Any]]) -> Iterator[
 # --- compiled peers -------------------------------------------------------------------------------
 
 
-def inductor_backend() -> Any:
-    return torch._dynamo.lookup_backend("inductor")
-
-
 def inductor_way(bench: Bench, name: str) -> Way:
-    return Way(name, "inductor", backend=inductor_backend)
+    return Way(name, "inductor", backend=inductor)
 
 
 def memory_budget_way(bench: Bench, name: str) -> Way:
     share = float(name.split()[-1])
     placed = partial(_functorch, activation_memory_budget=share)
-    return Way(name, "inductor", placed, backend=inductor_backend)
+    return Way(name, "inductor", placed, backend=inductor)
 
 
 def pass_way(bench: Bench, name: str) -> Way:
@@ -552,7 +516,7 @@ def pass_way(bench: Bench, name: str) -> Way:
             "activation_reload_prefetch",
         )
         wanted |= dict.fromkeys(overlaps, True)
-    return Way(name, "inductor", partial(_functorch, **wanted), backend=inductor_backend)
+    return Way(name, "inductor", partial(_functorch, **wanted), backend=inductor)
 
 
 def _mark_all(module: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:

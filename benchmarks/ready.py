@@ -26,7 +26,7 @@ import torch
 from arms import off, predicted_of
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
-from turns import Turns, compile_only
+from turns import Gated, Turns, inductor
 
 import offplan
 from offplan.plan import Plan
@@ -45,7 +45,7 @@ class Arm:
     """``step`` is compiled.  ``enter`` makes the model what it was compiled as."""
 
     name: str
-    step: Callable[..., Any]
+    step: Gated
     enter: Callable[[], None]
     backend: Any = None
     plan: Plan | None = None
@@ -82,24 +82,24 @@ class Ready:
 
     def by_itself(self, name: str) -> Arm:
         """As Inductor compiles it, with the settings that there are now."""
-        return self._compiled(Arm(name, self._step(_inductor()), self._not_checkpointed))
+        return self._compiled(Arm(name, self._step(inductor()), self._not_checkpointed))
 
     def checkpointed(self, name: str, every: int) -> Arm:
         """The same with one of so many layers checkpointed."""
         enter = partial(self._checkpoint, every)
-        return self._compiled(Arm(name, self._step(_inductor()), enter))
+        return self._compiled(Arm(name, self._step(inductor()), enter))
 
     def planned(self, name: str, plan: Plan) -> Arm:
         backend = offplan.backend(plan, device=self.device)
         step = self._step(backend)
         return self._compiled(Arm(name, step, self._not_checkpointed, backend, plan))
 
-    def _step(self, backend: Any) -> Callable[..., Any]:
-        return torch.compile(step_of(self.target), backend=backend, dynamic=False)
+    def _step(self, backend: Any) -> Gated:
+        return Gated(step_of(self.target), backend)
 
     def _compiled(self, arm: Arm) -> Arm:
         arm.enter()
-        compile_only(lambda: self._loss(arm))
+        arm.step.prepare(*self.target.args, **self.target.kwargs)
         return arm
 
     def _loss(self, arm: Arm) -> torch.Tensor:
@@ -204,16 +204,6 @@ def _compiling_nothing() -> Iterator[None]:
     yield
     if counters["stats"]["unique_graphs"] != before:
         raise RuntimeError("it was compiled again when it was measured")
-
-
-def _inductor() -> Callable[..., Any]:
-    """What the name ``inductor`` stands for, as a backend of its own."""
-    from torch._inductor.compile_fx import compile_fx
-
-    def backend(module: Any, example_inputs: Any) -> Any:
-        return compile_fx(module, example_inputs)
-
-    return backend
 
 
 class Weights:

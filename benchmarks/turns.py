@@ -2,7 +2,7 @@
 
 Everything that the GPU is busy with is done in a turn: building a model, warming up, timing.  What
 the processor alone does, tracing and compiling, is done outside, while another process has its turn
-(``compile_only``).  A lock on a file, so that a process that dies lets go.
+(``Gated``).  A lock on a file, so that a process that dies lets go.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
-from unittest import mock
 
 import torch
-import torch._dynamo
 import torch._functorch.config as functorch_config
 
 
@@ -40,24 +38,51 @@ class Turns:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
 
-class _Compiled(BaseException):
+def inductor() -> Callable[..., Any]:
+    """What the name ``inductor`` stands for, as a backend of its own: ``torch.compile`` tells
+    compiled code apart by it."""
+    from torch._inductor.compile_fx import compile_fx
+
+    def backend(module: Any, example_inputs: Any) -> Any:
+        return compile_fx(module, example_inputs)
+
+    return backend
+
+
+class _ClosedError(BaseException):
     """All is compiled, and would run now."""
 
 
-def _stop(*args: Any, **kwargs: Any) -> Any:
-    raise _Compiled
+class Gated:
+    """``step`` as ``backend`` compiles it, which ``prepare`` can have compiled without running."""
 
+    def __init__(self, step: Callable[..., Any], backend: Callable[..., Any]) -> None:
+        self._is_open = True
+        self._backend = backend
+        self._call = torch.compile(step, backend=self._compile, dynamic=False)
 
-def compile_only(step: Callable[[], Any]) -> None:
-    """Compile what ``step`` calls, its backward too, and run nothing of it.
+    def _compile(self, module: Any, example_inputs: Any) -> Callable[..., Any]:
+        run = self._backend(module, example_inputs)
 
-    AOTAutograd makes the backward with the forward if it is told to, and calls what it made through
-    one function; the compiled code stays where ``torch.compile`` keeps it.
-    """
-    # A cycle, unless Dynamo is imported before.
-    from torch._functorch._aot_autograd import runtime_wrappers
+        def gated(*args: Any) -> Any:
+            if not self._is_open:
+                raise _ClosedError
+            return run(*args)
 
-    ahead = functorch_config.patch(force_non_lazy_backward_lowering=True)
-    stopped = mock.patch.object(runtime_wrappers, "call_func_at_runtime_with_args", _stop)
-    with ahead, stopped, suppress(_Compiled):
-        step()
+        return gated
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Compile what a call with these arguments runs, its backward too.
+
+        A step that falls into several graphs compiles the first here, and the others as it runs.
+        """
+        self._is_open = False
+        try:
+            ahead = functorch_config.patch(force_non_lazy_backward_lowering=True)
+            with ahead, suppress(_ClosedError):
+                self._call(*args, **kwargs)
+        finally:
+            self._is_open = True

@@ -26,7 +26,6 @@ import msgspec
 import torch
 from fuzz_programs import SELECTIVE, Found, Net, Program, eager, run, target_of
 from torch import fx
-from torch._functorch._aot_autograd import graph_compile
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
@@ -43,7 +42,6 @@ from offplan.trace._torch import (
     FakeTensorMode,
     TracingContext,
     boxed_nop,
-    functorch_config,
     reset_dynamo,
     tracing,
 )
@@ -270,13 +268,16 @@ class Door:
         return run
 
 
-_KEPT = (
-    "num_symints_saved_for_bw",
-    "num_opaque_objects_saved_for_bw",
-    "num_tensors_saved_with_no_vc_check",
-    "saved_tensor_is_graph_input",
-    "dynamic_saved_tensors_idxs",
-)
+def saved_by(forward: fx.GraphModule, outputs: int) -> dict[str, Any]:
+    """What AOTAutograd's metadata says of the values that a forward of fixed shapes saves, which
+    are all tensors; newer torch has more of it."""
+    saved = next(iter(forward.graph.find_nodes(op="output"))).args[0][outputs:]
+    assert all(isinstance(node.meta["val"], torch.Tensor) for node in saved)
+    unchecked = [node.meta.get("saved_tensor_with_no_vc_check", False) for node in saved]
+    return {
+        "num_tensors_saved_with_no_vc_check": sum(unchecked),
+        "saved_tensor_is_graph_input": [node.op == "placeholder" for node in saved],
+    }
 
 
 class _Arm:
@@ -322,13 +323,7 @@ class _Arm:
             # No gradient is needed: AOTAutograd asks for nothing else.
             return
         self.backward = self.graph.compile_backward(self.pair[1], (), boxed_nop)
-        metadata = TracingContext.get().fw_metadata
-        count = self.door.options["num_fwd_outputs"]
-        with functorch_config.patch(donated_buffer=False):
-            graph_compile._categorize_saved_tensors_for_backward(
-                *self.pair, metadata, metadata, count
-            )
-        self.kept = {name: copy.copy(getattr(metadata, name)) for name in _KEPT}
+        self.kept = saved_by(self.pair[0], self.door.options["num_fwd_outputs"])
 
 
 # --- arms -----------------------------------------------------------------------------------------

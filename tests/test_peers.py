@@ -35,6 +35,7 @@ from peers_table import (  # noqa: E402
     unbeaten,
     with_joint,
 )
+from turns import Gated  # noqa: E402
 
 GB = 10**9
 
@@ -405,15 +406,24 @@ def bench(model: nn.Module | None = None) -> peers_arms.Bench:
     return found
 
 
-def test_a_compiled_way_has_forward_and_backward_before_it_may_run() -> None:
+def test_what_is_prepared_is_compiled_forward_and_backward_and_does_not_run() -> None:
     compiled: list[str] = []
+    ran: list[str] = []
 
     def backend(module: Any, example_inputs: Any) -> Any:
         from functorch.compile import make_boxed_func
         from torch._dynamo.backends.common import aot_autograd
 
         def noted(name: str) -> Any:
-            return lambda graph, inputs: compiled.append(name) or make_boxed_func(graph.forward)
+            def compile_graph(graph: Any, inputs: Any) -> Any:
+                def run(*args: Any) -> Any:
+                    ran.append(name)
+                    return graph.forward(*args)
+
+                compiled.append(name)
+                return make_boxed_func(run)
+
+            return compile_graph
 
         return aot_autograd(fw_compiler=noted("forward"), bw_compiler=noted("backward"))(
             module, example_inputs
@@ -421,16 +431,11 @@ def test_a_compiled_way_has_forward_and_backward_before_it_may_run() -> None:
 
     torch._dynamo.reset()
     weight = torch.randn(3, requires_grad=True)
-    call = peers_arms._Compiled(lambda x: (x * weight).sin().sum(), backend)
-    with (
-        torch._functorch.config.patch(force_non_lazy_backward_lowering=True),
-        pytest.raises(peers_arms._ClosedError),
-    ):
-        call(torch.ones(3))
-    assert compiled == ["forward", "backward"]
-    call.is_open = True
+    call = Gated(lambda x: (x * weight).sin().sum(), backend)
+    call.prepare(torch.ones(3))
+    assert (compiled, ran) == (["forward", "backward"], [])
     call(torch.ones(3)).backward()
-    assert compiled == ["forward", "backward"]
+    assert (compiled, ran) == (["forward", "backward"], ["forward", "backward"])
     torch.testing.assert_close(weight.grad, weight.detach().cos())
 
 
