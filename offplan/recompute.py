@@ -46,7 +46,7 @@ from offplan.graph import (
     Value,
     ValueId,
 )
-from offplan.workspaces import split_arguments
+from offplan.workspaces import joined_arguments, split_arguments
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -281,7 +281,7 @@ class Wrapped(NamedTuple):
             op,
             name=_unwrapped_name(region.forward, self.place),
             target=f"aten.{overload}",
-            constants=", ".join(text for text in constants if text != "rng_state=%"),
+            constants=joined_arguments(text for text in constants if text != "rng_state=%"),
             inputs=tuple(value for value in op.inputs if value != self.state),
             outputs=tuple(value for value in op.outputs if value != self.state),
         )

@@ -19,7 +19,7 @@ Assumes that cuDNN's benchmarking is off and TF32 is at its default.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from offplan.gpus import DEFAULT_GPU, GPUS, gpu_key
@@ -174,6 +174,12 @@ def split_arguments(text: str) -> tuple[str, ...]:
             found.append(text[start:place].strip())
             start = place + 1
     return (*found, text[start:].strip()) if text else ()
+
+
+def joined_arguments(parts: Iterable[str]) -> str:
+    """``Op.constants`` of these arguments: nothing, where all of them are values."""
+    text = ", ".join(parts)
+    return "" if set(text) <= set("%, ") else text
 
 
 def _integers(text: str) -> list[int]:

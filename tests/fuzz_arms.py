@@ -369,7 +369,7 @@ def outcome(program: Program, choice: Random, door: Callable[[Program], OpenDoor
     replay = door(program)
     try:
         base, facts, _ = _replayed(program, replay, None)
-    except (RuntimeError, OffplanError):
+    except (RuntimeError, ValueError, OffplanError):
         if not _torch_refuses(program):
             raise
         return Outcome("torch refuses", 0, 0, 0, 0, 0, hooked, 0)
@@ -377,13 +377,12 @@ def outcome(program: Program, choice: Random, door: Callable[[Program], OpenDoor
     floor = make_plan(facts, budget=0, min_bytes=1)
     _assert_same_as((base,), program, replay, floor, facts, "the floor")
     drawn = drawn_plan(facts, floor, choice)
-    # Torch's partitioner may have the backward compute again from what the step has written to;
-    # what does not do so then has eager's gradients, and what does is refused.
+    # What does not compute again from what the step has written to has eager's gradients then.
     own = (base, plain) if compared == "torch differs" else (base,)
     try:
         _assert_same_as(own, program, replay, drawn, facts, "a random plan")
     except PlanError as error:
-        if len(own) == 1 or "has written to" not in error.what:
+        if "has written to" not in error.what or not _reads_what_changed(facts):
             raise
     return Outcome(
         eager=compared,
@@ -394,6 +393,16 @@ def outcome(program: Program, choice: Random, door: Callable[[Program], OpenDoor
         run_again=sum(len(choice.ops) for choice in drawn.choices),
         hooked=hooked,
         regions=len(facts.regions),
+    )
+
+
+def _reads_what_changed(facts: GraphFacts) -> bool:
+    """Whether torch's own partitioner has the backward compute again from what the step has written
+    to: a plan that says so is refused, whether or not it shows in the gradients."""
+    return any(
+        Refusals(facts, number)(place) not in (None, "it draws random numbers")
+        for number, again in enumerate(chosen(facts))
+        for place in again.ops
     )
 
 
@@ -459,7 +468,7 @@ def _torch_refuses(program: Program) -> bool:
     compiled = torch.compile(target.model, backend="aot_eager", dynamic=False)
     try:
         run(program, target, lambda: compiled(*target.args))
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return True
     return False
 

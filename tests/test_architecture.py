@@ -106,6 +106,7 @@ TABLE = {
     "offplan.allocator": Allowed(),
     "offplan.workspaces": Allowed("gpus graph"),
     "offplan.lifetimes": Allowed("graph footprint"),
+    "offplan.overwritten": Allowed("graph"),
     "offplan.memory": Allowed("graph transfers allocator workspaces lifetimes"),
     "offplan.fusion": Allowed("graph transfers"),
     "offplan.recompute": Allowed("errors graph workspaces"),
@@ -204,7 +205,7 @@ TABLE = {
     "offplan.doors.transformers": Allowed("errors target", torch=True),
     "offplan.doors.timm": Allowed("errors target", torch=True),
     "offplan.doors.torch_trace": Allowed(
-        "doors doors.graph_text doors.torch_log errors gpus graph target trace._torch "
+        "doors doors.graph_text doors.torch_log errors gpus graph overwritten target trace._torch "
         "trace.backend trace.facts trace.sources",
         torch=True,
     ),
@@ -216,9 +217,13 @@ TABLE = {
     "offplan.trace.attention": Allowed("errors gpus trace._torch", torch=True),
     "offplan.trace.pretend": Allowed("errors gpus trace._torch", torch=True),
     "offplan.trace.build": Allowed("errors trace._torch trace.sources", torch=True),
-    "offplan.trace.facts": Allowed("errors graph trace._torch trace.sources", torch=True),
+    "offplan.trace.facts": Allowed(
+        "errors graph trace._torch trace.sources workspaces", torch=True
+    ),
     "offplan.trace.compilers": Allowed("errors graph trace._torch", torch=True),
-    "offplan.trace.lowering": Allowed("graph trace._torch trace.compilers trace.facts", torch=True),
+    "offplan.trace.lowering": Allowed(
+        "graph trace._torch trace.compilers trace.facts workspaces", torch=True
+    ),
     "offplan.trace.recompute": Allowed("errors trace._torch trace.facts", torch=True),
     "offplan.trace.backend": Allowed(
         "errors graph target trace._torch trace.compilers trace.facts trace.recompute "
@@ -226,7 +231,7 @@ TABLE = {
         torch=True,
     ),
     "offplan.trace.capture": Allowed(
-        "errors gpus graph recompute target trace trace.*", torch=True
+        "errors gpus graph overwritten recompute target trace trace.*", torch=True
     ),
     # From a plan to a run on a GPU.
     "offplan.replay": Allowed("replay.*", torch=True),

@@ -272,6 +272,25 @@ def test_dropout_that_is_not_a_number_is_taken_for_dropout() -> None:
     assert refusal(facts, 0, 0) is not None
 
 
+@pytest.mark.parametrize(
+    ("wrapped", "alone"),
+    [
+        ("native_dropout.default, %, 0.5, True", "%, 0.5, True"),
+        # Torch says nothing of an op's arguments if all of them are values.
+        ("_scaled_dot_product_flash_attention_for_cpu.default, %, %, %", ""),
+    ],
+)
+def test_an_op_that_does_not_draw_again_has_the_arguments_of_one_that_never_did(
+    wrapped: str, alone: str
+) -> None:
+    target = "higher_order.run_and_save_rng_state"
+    (region,) = forward_of(op(target, (0, 0, 0), 3, wrapped)).regions
+    state = region.forward.ops[0].outputs[0]
+    once = recompute.Wrapped(0, 0, state, state).once(region)
+    assert (once.target, once.constants) == (f"aten.{wrapped.partition(',')[0]}", alone)
+    assert state not in once.outputs
+
+
 def test_ops_that_write_do_not_run_again_nor_what_makes_or_reads_it() -> None:
     facts = FactsBuilder()
     region = facts.region()

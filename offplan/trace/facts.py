@@ -43,6 +43,7 @@ from offplan.trace._torch import (
     storage_key,
     tree_leaves,
 )
+from offplan.workspaces import joined_arguments
 
 # How op schemas name random-number state; attention kernels return it beside their output.
 _RNG_RETURNS = {"philox_seed", "philox_offset", "rng_state"}
@@ -424,8 +425,7 @@ def _constants(node: fx.Node) -> str:
     """The op's arguments with ``%`` for each value: what tells two calls of one op apart."""
     parts = [_render(arg) for arg in node.args]
     parts += [f"{name}={_render(arg)}" for name, arg in sorted(node.kwargs.items())]
-    text = ", ".join(parts)
-    return "" if set(text) <= set("%, ") else text
+    return joined_arguments(parts)
 
 
 def _render(argument: Any) -> str:
