@@ -130,7 +130,8 @@ class _Region:
         self._drop(found, base)
         self._read_saved(found, base)
         self._add(found)
-        found.kernels = _ordered(_needed(found.kernels, found.outputs))
+        found.kernels = _needed(found.kernels, found.outputs)
+        self._order(found)
         return found.lowering()
 
     def _values_now(self) -> dict[ValueId, ValueId]:
@@ -304,6 +305,57 @@ class _Region:
             return
         found.kernels.insert(min(users, default=len(found.kernels)), kernel)
 
+    def _order(self, found: _Kernels) -> None:
+        """Each kernel after those that make what it uses.
+
+        Some may wait for each other: one that makes two things did so while it could read what one
+        is computed to, which is now computed again of the other.  The other gets its own kernel.
+        """
+        while True:
+            order = _ordered(found.kernels)
+            waiting = [each for each in order if isinstance(each, tuple)]
+            if not waiting:
+                found.kernels = [found.kernels[place] for place in order]  # type: ignore[index]
+                return
+            for place, number in waiting:
+                kernel = found.kernels[place]
+                if len(kernel.makes) > 1 and not kernel.call:
+                    found.kernels[place : place + 1] = self._apart(found, kernel, number)
+                    break
+            else:
+                # Reads that are guessed too widely.
+                place, number = waiting[0]
+                for user, kernel in enumerate(found.kernels):
+                    reads = tuple(each for each in kernel.reads if each != number)
+                    found.kernels[user] = msgspec.structs.replace(kernel, reads=reads)
+
+    def _apart(self, found: _Kernels, kernel: Kernel, number: int) -> tuple[Kernel, Kernel]:
+        """What makes the buffer ``number``, and what of ``kernel`` makes all else and reads it."""
+        left = tuple(each for each in kernel.makes if each != number)
+        reading = msgspec.structs.replace(kernel, reads=(*kernel.reads, number))
+        alone = msgspec.structs.replace(kernel, writes=())
+        return self._only(found, alone, (number,)), self._only(found, reading, left)
+
+    def _only(self, found: _Kernels, kernel: Kernel, makes: tuple[int, ...]) -> Kernel:
+        """``kernel`` with the ops that ``makes`` need, back to what it reads, and the reads."""
+        assert self.after.backward is not None
+        ops = self.after.backward.ops
+
+        def on(numbers: Iterable[int]) -> set[StorageId | None]:
+            values = [found.buffers[number].value for number in numbers]
+            return {self.new_storage[value] for value in values if value is not None}
+
+        given, wanted = on(kernel.reads), on((*makes, *kernel.writes))
+        parts: list[int] = []
+        for place in reversed(kernel.ops):
+            makes_here = {self.new_storage[value] for value in ops[place].outputs}
+            if not makes_here.isdisjoint(wanted - given):
+                parts.append(place)
+                wanted |= {self.new_storage[value] for value in ops[place].inputs}
+        reads = tuple(n for n in kernel.reads if on([n]) <= wanted)
+        placed = tuple(sorted(parts)) or kernel.ops
+        return msgspec.structs.replace(kernel, at=placed[-1], ops=placed, reads=reads, makes=makes)
+
     def _parts(
         self,
         places: Sequence[int],
@@ -410,22 +462,32 @@ def _needed(kernels: Sequence[Kernel], outputs: Sequence[int | None]) -> list[Ke
     return kept[::-1]
 
 
-def _ordered(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """``kernels`` in their order, but each after those that make what it uses."""
+def _ordered(kernels: Sequence[Kernel]) -> list[int] | list[tuple[int, int]]:
+    """The places of ``kernels`` in their order, but each after those that make what it uses.
+
+    Where some wait for each other, those instead, each with what the one before it waits for.
+    """
     makers = {number: place for place, kernel in enumerate(kernels) for number in kernel.makes}
     placed: dict[int, None] = {}
     for first in range(len(kernels)):
-        left = [first]
-        while left:
-            place = left[-1]
+        waits: dict[int, int] = {first: -1}
+        while waits:
+            place = next(reversed(waits))
             kernel = kernels[place]
-            needs = [
-                makers[number]
-                for number in (*kernel.reads, *kernel.writes)
-                if number in makers and makers[number] not in placed and makers[number] != place
-            ]
-            if needs and place not in placed:
-                left.append(needs[0])
-                continue
-            placed[left.pop()] = None
-    return [kernels[place] for place in placed]
+            need = next(
+                (
+                    number
+                    for number in (*kernel.reads, *kernel.writes)
+                    if makers.get(number, place) != place and makers[number] not in placed
+                ),
+                None,
+            )
+            if need is None or place in placed:
+                placed[place] = None
+                waits.popitem()
+            elif makers[need] in waits:
+                cycle = [*waits][[*waits].index(makers[need]) :]
+                return [(cycle[0], need), *((each, waits[each]) for each in cycle[1:])]
+            else:
+                waits[makers[need]] = need
+    return [*placed]

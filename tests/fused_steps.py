@@ -5,6 +5,8 @@
 ``h`` and ``q`` are products, calls of a library; all else are kernels that the compiler writes: one
 of f, g, mean and s, which makes b, m and s; one of p; one of the loss.  In the backward products
 read b and d, and kernels that the compiler writes read b, m, s and c.
+
+``crossed``: p runs again in the backward, in one kernel with an op that reads e, which is saved.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ class _Graph:
         )
 
 
-def fused_step(device: str = "cuda") -> GraphFacts:
+def fused_step(device: str = "cuda", *, crossed: bool = False) -> GraphFacts:
+    saved = ("w", "w2", "b", "m", "s", "c", "e") if crossed else SAVED
     facts = FactsBuilder(device=device)
     forward = _Graph(facts)
     inputs = [
@@ -106,31 +109,34 @@ def fused_step(device: str = "cuda") -> GraphFacts:
             ("q", "d w2", "e", "aten.mm.out"),
             ("loss", "e", "loss", ""),
         ],
-        ["loss", *SAVED],
+        ["loss", *saved],
     )
     outputs = [GraphOutput(forward.values["loss"], "output", "0")] + [
-        GraphOutput(forward.values[name], "saved", f"saved {n}") for n, name in enumerate(SAVED)
+        GraphOutput(forward.values[name], "saved", f"saved {n}") for n, name in enumerate(saved)
     ]
     backward = _Graph(facts)
     received = [
         GraphInput(backward.on(name, facts.values[forward.values[name]]), "saved", f"saved {n}")
-        for n, name in enumerate(SAVED)
+        for n, name in enumerate(saved)
     ]
     received.append(GraphInput(backward.tensor("t", SHAPE), "tangent", "tangent 0"))
     backward.op("q_a", "mm.default", "t w2", "gd")
+    if crossed:
+        backward.op("p", "gelu.default", "c", "d")
     backward.op("q_b", "mm.default", "d t", "gw2", SQUARE)
-    backward.op("p_a", "gelu_backward.default", "gd c", "gc")
+    backward.op("p_a", "gelu_backward.default", "gd c e" if crossed else "gd c", "gc")
     backward.op("h_a", "mm.default", "gc w", "gb")
     backward.op("h_b", "mm.default", "b gc", "gw", SQUARE)
     backward.op("g_a", "mul.Tensor", "gb s", "gs")
     backward.op("g_b", "threshold_backward.default", "gs b m", "gx")
     returned = ["gx", "gw", "gw2"]
     back_lowered = backward.lowering(
-        {**dict.fromkeys(("gd", "gc", "gb", "gx"), MIB), "gw": MIB // 4, "gw2": MIB // 4},
+        {**dict.fromkeys(("gd", "d", "gc", "gb", "gx"), MIB), "gw": MIB // 4, "gw2": MIB // 4},
         [
             ("q_a", "t w2", "gd", "aten.mm.out"),
+            *([("p p_a", "gd c e", "d gc", "")] if crossed else []),
             ("q_b", "d t", "gw2", "aten.mm.out"),
-            ("p_a", "gd c", "gc", ""),
+            *([] if crossed else [("p_a", "gd c", "gc", "")]),
             ("h_a", "gc w", "gb", "aten.mm.out"),
             ("h_b", "b gc", "gw", "aten.mm.out"),
             ("g_a g_b", "gb s b m", "gx", ""),
@@ -144,7 +150,7 @@ def fused_step(device: str = "cuda") -> GraphFacts:
     region = Region(
         Graph(tuple(inputs), tuple(forward.ops), tuple(outputs), lowered, lowered),
         Graph(tuple(received), tuple(backward.ops), tuple(gradients), back_lowered, back_lowered),
-        tuple(SavedValue(forward.values[name], backward.values[name]) for name in SAVED),
+        tuple(SavedValue(forward.values[name], backward.values[name]) for name in saved),
     )
     return msgspec.structs.replace(
         facts.build(),

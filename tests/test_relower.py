@@ -177,6 +177,17 @@ def test_what_is_saved_now_is_made_by_the_kernel_that_it_is_in() -> None:
     assert list(problems_of(found)) == []
 
 
+def test_kernels_that_would_wait_for_each_other_are_taken_apart() -> None:
+    """p_a reads e, which is computed again from d, which was made in one kernel with p_a."""
+    facts = fused_step(crossed=True)
+    (before,) = facts.regions
+    assert kernels(before.backward)[:3] == [["q_a"], ["p", "p_a"], ["q_b"]]
+    found = again(facts, "p", "q")
+    (region,) = found.regions
+    assert kernels(region.backward)[:4] == [["q_a"], ["p"], ["q"], ["p_a"]]
+    check(facts, found, [Choice(0, (FUSED_OPS.index("p"), FUSED_OPS.index("q")))])
+
+
 def test_what_a_choice_undoes_is_saved_again() -> None:
     facts = fused_step()
     found = again(facts, "p")
