@@ -16,7 +16,9 @@
 6.  In each session the offloaded and reloaded bytes are those of the plan, less what the idle
     regions of a case would have reloaded.
 
-Kernels that repeat their results are asked for, as ``offplan run`` asks for them.
+Kernels that repeat their results are asked for, as ``offplan run`` asks for them; and random
+numbers that the seed decides, which those of a checkpoint's are not on a GPU, where torch keeps
+generators of their own for them, seeded as they first run.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ from offplan.replay.packing import window
 from offplan.replay.runtime import RuntimeStats, present_device
 from offplan.replay.verify import distance
 from offplan.target import Target, describe, user_line
-from offplan.trace._torch import reset_dynamo, storage_key, tree_leaves
+from offplan.trace._torch import functorch_config, reset_dynamo, storage_key, tree_leaves
 from offplan.trace.capture import TraceOptions, trace
 from offplan.verified import PACES, CaseResult, Difference, Outcome, Pace, What
 
@@ -149,7 +151,8 @@ class _Trial:
         case = self.subject.case
         if case is not None and case.only not in ("", self.device.type):
             raise NotHereError(f"only where --device is {case.only}")
-        with _heard() as heard, repeatable(True), self._kernel(case):
+        seeded = functorch_config.patch(graphsafe_rng_functionalization=False)
+        with _heard() as heard, repeatable(True), seeded, self._kernel(case):
             found = self._verified()
         said = tuple(dict.fromkeys(nondeterministic([str(each.message) for each in heard])))
         return msgspec.structs.replace(found, nondeterministic=said)
