@@ -61,6 +61,7 @@ EXAMPLES = {
         "offplan verify",
         "offplan verify model.py -p batch=4 --device cpu --no-cases",
         "offplan verify --case interleaved-qkv --case unfolded --repeats 50 --compiler inductor",
+        "offplan verify made.plan.yaml --target package.model:build --no-cases",
     ),
     "report": (
         "offplan report offplan.plan.yaml -o report.html",

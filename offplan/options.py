@@ -155,6 +155,15 @@ Params = Annotated[
     list[str] | None,
     typer.Option("-p", "--param", metavar="KEY=VALUE", help="A parameter of the factory."),
 ]
+NamedTarget = Annotated[
+    str | None,
+    typer.Option(
+        "--target",
+        metavar="TARGET",
+        help="The target that the plan names. To be typed where a plan names a module, or a file "
+        "neither in its own folder nor in this one; such a plan is refused otherwise.",
+    ),
+]
 Device = Annotated[
     Literal["cuda", "cpu"], typer.Option(help="Device to trace for; cuda needs no GPU.")
 ]

@@ -30,8 +30,9 @@ _DOORS = ("hf", "timm")
 Place = Literal["library", "beside the plan", "below here", "elsewhere"]
 
 
-def check_target(path: Path, plan: Plan, typed: str | None = None) -> str:
-    """What to tell the user before the target of ``plan``, read from ``path``, is run; mostly "".
+def check_target(path: Path, plan: Plan, typed: str | None = None, command: str = "run") -> str:
+    """What to tell the user before ``command`` runs the target of ``plan``, read from ``path``;
+    mostly "".
 
     ``typed`` is the target as the user typed it beside the plan.  Raises ``PlanError`` for one that
     must be typed and was not, ``UsageError`` if another was.
@@ -50,7 +51,7 @@ def check_target(path: Path, plan: Plan, typed: str | None = None) -> str:
             f"the plan names a target outside its folder: {_called(plan)}",
             where=str(path),
             fix="if you know what that runs, type it too: "
-            + shlex.join(("offplan", "run", str(path), "--target", spec)),
+            + shlex.join(("offplan", command, str(path), "--target", spec)),
         )
     if place == "below here":
         return f"the plan names a target outside its folder: {spec}"

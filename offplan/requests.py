@@ -51,8 +51,10 @@ def plan_of(request: Request, rules: RuleSet, min_bytes: int) -> Plan:
     return analyzed(request, rules, min_bytes, Aim(actions=ACTIONS)).plan
 
 
-def source_of(target: str, params: list[str], typed: str | None = None) -> Plan | TargetRef:
-    """What is replayed: a plan, or a target to plan for.
+def source_of(
+    target: str, params: list[str], typed: str | None = None, command: str = "run"
+) -> Plan | TargetRef:
+    """What ``command`` replays: a plan, or a target to plan for.
 
     ``typed`` is the plan's target, where the user typed that beside the plan
     (``offplan.outside``).
@@ -63,7 +65,7 @@ def source_of(target: str, params: list[str], typed: str | None = None) -> Plan 
         plan = load_plan(Path(target))
         if is_trace(plan.target.spec):
             raise no_model(plan.target.spec)
-        note = check_target(Path(target), plan, typed)
+        note = check_target(Path(target), plan, typed, command)
         if note:
             typer.echo(f"note: {note}", err=True)
         return plan

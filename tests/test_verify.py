@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fuzz_files import plan_of
 from torch.nn.attention import sdpa_kernel
 from typer.testing import CliRunner
 
@@ -21,8 +22,9 @@ from offplan.budget import EVERYTHING
 from offplan.cli import app
 from offplan.errors import UsageError
 from offplan.graph import TargetRef
-from offplan.plan import make_plan
-from offplan.replay import case_views, claims, selftest
+from offplan.measured import Machine
+from offplan.plan import dump_plan, make_plan
+from offplan.replay import case_views, claims, selftest, verifying
 from offplan.replay.cases import CASES, Case, find_cases
 from offplan.replay.claims import Evidence, unmet
 from offplan.replay.selftest import Asked, verify_one
@@ -132,7 +134,7 @@ def test_a_case_has_its_subject_in_the_graphs_for_a_gpu(case, compiler):
     options = TraceOptions("cuda", "h200", partitioner=case.partitioner, compiler=compiler)
     reset_dynamo()
     with kernel:
-        facts = trace(case.target.spec, {}, options)
+        facts = trace(case.target.spec, case.target.params, options)
     plan = make_plan(facts, budget=EVERYTHING, min_bytes=0)
     assert unmet(case.claims, Evidence(facts, plan)) == ()
 
@@ -298,7 +300,7 @@ def test_the_command_verifies_cases_and_a_target_and_writes_what_it_found(tmp_pa
     file = tmp_path / "verified.json"
     target = f"{BROKEN.with_name('working.py')}:plain"
     words = ("--case", "stepped", "--case", "cudnn-attention", "--repeats", "1", "-o", str(file))
-    done = offplan(target, "--device", "cpu", *words)
+    done = offplan(target, "--device", "cpu", "--jobs", "1", *words)
     assert (done.returncode, done.stderr) == (0, f"wrote {file}\n")
     assert "3 cases: 2 same, 1 not here" in done.stdout
     found = msgspec.json.decode(file.read_bytes(), type=Verified)
@@ -308,7 +310,8 @@ def test_the_command_verifies_cases_and_a_target_and_writes_what_it_found(tmp_pa
 
 
 def test_an_error_in_one_case_leaves_the_others_and_ends_in_1():
-    done = offplan("gone.py", "--device", "cpu", "--case", "stepped", "--repeats", "1")
+    words = ("--case", "stepped", "--repeats", "1", "--jobs", "1")
+    done = offplan("gone.py", "--device", "cpu", *words)
     assert done.returncode == 1
     assert "2 cases: 1 same, 1 FAILED" in done.stdout
     assert "there is no file gone.py" in done.stdout
@@ -374,12 +377,65 @@ def test_cases_are_listed_with_one_line_each():
         (("--no-cases", "--case", "stepped", "model.py"), "--case and --no-cases"),
         (("-p", "batch=1"), "-p is for a target"),
         (("model.graph.json",), "saved graph"),
+        (("--target", "model.py"), "--target is for plan files, and none is named"),
+        (("model.py", "--target", "model.py"), "--target is for plan files, and model.py is none"),
     ],
 )
 def test_wrong_usage_is_one_message(words, message):
     code, text, said = invoke("--device", "cpu", *words)
     assert (code, text) == (2, "")
     assert message in said
+
+
+@pytest.fixture
+def asked_for(monkeypatch, tmp_path) -> list[TargetRef]:
+    """The targets that the command goes on to verify, none of which is run; in a folder with a
+    model, and plans of it and of others in a folder of their own."""
+    here = tmp_path / "here"
+    (here / "plans").mkdir(parents=True)
+    (here / "model.py").write_text("def build(): ...\n")
+    for name, spec in (("mine", "model.py"), ("theirs", "shutil:rmtree")):
+        target = TargetRef(spec, {"path": "/home"})
+        made = msgspec.structs.replace(plan_of(1), target=target)
+        (here / "plans" / f"{name}.plan.yaml").write_bytes(dump_plan(made))
+    monkeypatch.chdir(here)
+    targets: list[TargetRef] = []
+
+    def verify_all(cases: Any, found: list[TargetRef], *rest: Any) -> Verified:
+        targets.extend(found)
+        return whole()
+
+    monkeypatch.setattr(verifying, "verify_all", verify_all)
+    return targets
+
+
+def test_a_plan_that_names_a_target_elsewhere_is_refused_until_that_is_typed(asked_for):
+    plan = "plans/theirs.plan.yaml"
+    code, text, said = invoke(plan, "--no-cases", "--device", "cpu")
+    assert (code, text, asked_for) == (1, "", [])
+    assert "the plan names a target outside its folder: shutil:rmtree (path='/home')" in said
+    assert f"offplan verify {plan} --target shutil:rmtree" in said
+    code, _, said = invoke(plan, "--no-cases", "--device", "cpu", "--target", "shutil:rmtree")
+    assert (code, said) == (0, "")
+    assert asked_for == [TargetRef("shutil:rmtree", {"path": "/home"})]
+
+
+def test_a_plan_that_names_a_target_below_here_is_announced(asked_for):
+    plan = "plans/mine.plan.yaml"
+    code, _, said = invoke(plan, "--no-cases", "--device", "cpu")
+    assert (code, said) == (0, "note: the plan names a target outside its folder: model.py\n")
+    assert [target.spec for target in asked_for] == ["model.py"]
+    code, _, said = invoke(plan, "--no-cases", "--device", "cpu", "--target", "other.py")
+    assert code == 2
+    assert f"--target other.py: {plan} is a plan of model.py" in said
+
+
+def test_without_a_cpp_compiler_inductor_is_refused_for_the_cpu_alone(monkeypatch):
+    monkeypatch.setattr(verifying, "has_cpp_compiler", lambda: False)
+    found = verifying._machine_of("cpu", "inductor")
+    assert isinstance(found, tuple)
+    assert found[0] == "Inductor finds no C++ compiler here, and needs one for the CPU"
+    assert isinstance(verifying._machine_of("cpu", "aot_eager"), Machine)
 
 
 def test_without_a_gpu_there_is_one_message():

@@ -15,6 +15,7 @@ from offplan.options import (
     ActionsText,
     BudgetText,
     HostBudget,
+    NamedTarget,
     OpTimes,
     Params,
     Pin,
@@ -39,15 +40,7 @@ def run(
         typer.Argument(metavar="[PLAN or TARGET]", help="A plan file, or a target to plan for."),
     ] = str(DEFAULT_PLAN),
     param: Params = None,
-    named: Annotated[
-        str | None,
-        typer.Option(
-            "--target",
-            metavar="TARGET",
-            help="The target that the plan names. To be typed where a plan names a module, or a "
-            "file neither in its own folder nor in this one; such a plan is refused otherwise.",
-        ),
-    ] = None,
+    named: NamedTarget = None,
     budget: BudgetText = None,
     actions: ActionsText = None,
     profile: ProfileText = None,

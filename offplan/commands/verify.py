@@ -11,7 +11,7 @@ import typer
 from offplan.errors import UsageError
 from offplan.files import check_writable
 from offplan.graph import TargetRef
-from offplan.options import CompilerName, Params, Pin, reports_errors, width
+from offplan.options import CompilerName, NamedTarget, Params, Pin, reports_errors, width
 from offplan.plan import Plan
 from offplan.progress import Progress
 from offplan.report.verify import render_cases, render_verified
@@ -27,9 +27,13 @@ if TYPE_CHECKING:
 def verify(
     target: Annotated[
         str | None,
-        typer.Argument(help="Your own target, as for analyze, after the built-in cases."),
+        typer.Argument(
+            metavar="[PLAN or TARGET]",
+            help="Your own target, as for analyze, or that of a plan, after the built-in cases.",
+        ),
     ] = None,
     param: Params = None,
+    named: NamedTarget = None,
     case: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Only this built-in case; may be given several times."),
@@ -67,7 +71,7 @@ def verify(
     if list_:
         typer.echo(_listed(), nl=False)
         return
-    targets = _targets(target, param or [])
+    targets = _targets(target, param or [], named)
     if not cases and (case or not targets):
         raise UsageError(
             "--no-cases leaves nothing to verify" if not case else "--case and --no-cases differ",
@@ -96,12 +100,14 @@ def _listed() -> str:
     return render_cases([(case.name, case.about) for case in CASES], width())
 
 
-def _targets(target: str | None, params: list[str]) -> list[TargetRef]:
+def _targets(target: str | None, params: list[str], typed: str | None) -> list[TargetRef]:
     if target is None:
         if params:
             raise UsageError("-p is for a target, and none is named")
+        if typed is not None:
+            raise UsageError("--target is for plan files, and none is named")
         return []
-    source = source_of(target, params)
+    source = source_of(target, params, typed, "verify")
     return [source.target if isinstance(source, Plan) else source]
 
 

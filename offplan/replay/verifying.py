@@ -34,6 +34,7 @@ from offplan.replay.cases import Case
 from offplan.replay.measure import REPEATABLE_CUBLAS
 from offplan.replay.runtime import present_device
 from offplan.replay.selftest import STEPS, Asked, verify_one
+from offplan.trace._torch import has_cpp_compiler
 from offplan.verified import CaseResult, Verified, verified
 
 _MOST_JOBS = 8
@@ -58,13 +59,14 @@ def verify_all(
 ) -> Verified:
     """What becomes of the ``cases``, and after them of the ``targets``, in that order.
 
-    ``on_done`` hears of each as it is there.  Raises ``DeviceError`` without the device.
+    ``on_done`` hears of each as it is there.  Raises ``DeviceError`` without the device, or what
+    the compiler needs for it.
     """
     asked = [_asked(case.name, case.target, trials, is_case=True) for case in cases]
     asked += [_asked(_words(target), target, trials, is_case=False) for target in targets]
     jobs = min(trials.jobs or _default_jobs(trials.device), max(len(asked), 1))
     with _workers(jobs) as ask:
-        machine = ask.machine(trials.device)
+        machine = ask.machine(trials.device, trials.compiler)
         found = ask.all(asked, on_done)
     return verified(
         found,
@@ -114,11 +116,11 @@ class _Workers:
         for _ in range(jobs):
             self.idle.put(self._started())
 
-    def machine(self, device: str) -> Machine:
-        """Where a worker runs.  Raises ``DeviceError`` if that has not the device."""
+    def machine(self, device: str, compiler: Compiler) -> Machine:
+        """Where a worker runs.  Raises ``DeviceError`` if it cannot run there."""
         pool = self.idle.get()
         try:
-            found = pool.submit(_machine_of, device).result()
+            found = pool.submit(_machine_of, device, compiler).result()
         except BrokenProcessPool as error:
             raise DeviceError(
                 "the process that looks for the device was ended", fix="see dmesg for why"
@@ -231,8 +233,13 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _machine_of(device: str) -> Machine | tuple[str, str]:
-    """The machine, or what is wrong with its device, and what to do."""
+def _machine_of(device: str, compiler: Compiler) -> Machine | tuple[str, str]:
+    """The machine, or what it has not, and what to do."""
+    if device == "cpu" and compiler == "inductor" and not has_cpp_compiler():
+        return (
+            "Inductor finds no C++ compiler here, and needs one for the CPU",
+            "install one (g++), name it in the variable CXX, or verify with --compiler aot_eager",
+        )
     try:
         found = present_device(
             device,
