@@ -164,7 +164,9 @@ def graph_without_backward() -> Target:
 # --- attention ------------------------------------------------------------------------------------
 
 
-def _attention(dtype: torch.dtype, dropout: float) -> Target:
+def attention(dtype: str, dropout: float) -> Target:
+    """Attention of queries, keys and values that are chunks of one buffer."""
+
     def body(net: Any, h: torch.Tensor) -> torch.Tensor:
         query, key, value = (
             part.unflatten(-1, (HEADS, HEAD_SIZE)).transpose(1, 2)
@@ -176,33 +178,8 @@ def _attention(dtype: torch.dtype, dropout: float) -> Target:
     made = target_of(
         body, BATCH, LENGTH, WIDTH, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=nn.Linear(WIDTH, WIDTH)
     )
-    x = made.args[0].detach().to(dtype).requires_grad_()
-    return Target(made.model.to(dtype), (x,))
-
-
-def math_attention() -> Target:
-    """Attention with dropout, by matrix products."""
-    return _attention(torch.float32, 0.25)
-
-
-def flash_attention() -> Target:
-    """Attention with dropout, by the flash kernel."""
-    return _attention(torch.bfloat16, 0.25)
-
-
-def efficient_attention() -> Target:
-    """Attention with dropout, by the memory-efficient kernel."""
-    return _attention(torch.float32, 0.25)
-
-
-def cudnn_attention() -> Target:
-    """Attention with dropout, by cuDNN."""
-    return _attention(torch.bfloat16, 0.25)
-
-
-def cpu_flash_attention() -> Target:
-    """Attention by the flash kernel of the CPU, which has no dropout."""
-    return _attention(torch.float32, 0.0)
+    x = made.args[0].detach().to(getattr(torch, dtype)).requires_grad_()
+    return Target(made.model.to(x.dtype), (x,))
 
 
 def padded_bias() -> Target:

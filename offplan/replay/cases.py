@@ -1,6 +1,6 @@
 """The cases of ``offplan verify``, each with what it claims.
 
-A case is a factory of ``case_views`` or ``case_steps``; it is named after it, and goes through the
+A case is a factory of ``case_views`` or ``case_steps``, mostly named after it, and goes through the
 same door as a target of the user's.  Most are split by AOTAutograd's default partitioner, which
 saves what the backward reads, views and all: min-cut would save what they are views of, and make
 them again.
@@ -8,8 +8,8 @@ them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from offplan.errors import UsageError
@@ -36,7 +36,8 @@ Kernel = Literal["math", "flash", "efficient", "cudnn"]
 class Case:
     """``kernel``: the attention kernel that it is about; ``only``: the one device that has it.
 
-    The backward of the regions ``idle`` never runs, so that nothing of them is reloaded.
+    The backward of the regions ``idle`` never runs, so that nothing of them is reloaded.  A case of
+    several that one factory makes has ``params``, and a name and an ``about`` of its own.
     """
 
     build: Callable[[], Target]
@@ -45,18 +46,41 @@ class Case:
     kernel: Kernel | None = None
     only: str = ""
     idle: frozenset[int] = frozenset()
+    params: Mapping[str, str] = field(default_factory=dict)
+    own_name: str = ""
+    own_about: str = ""
 
     @property
     def name(self) -> str:
-        return self.build.__name__.replace("_", "-")
+        return self.own_name or self.build.__name__.replace("_", "-")
 
     @property
     def about(self) -> str:
-        return (self.build.__doc__ or "").strip().splitlines()[0]
+        return self.own_about or (self.build.__doc__ or "").strip().splitlines()[0]
 
     @property
     def target(self) -> TargetRef:
-        return TargetRef(f"{self.build.__module__}:{self.build.__name__}", {})
+        return TargetRef(f"{self.build.__module__}:{self.build.__name__}", dict(self.params))
+
+
+def _attention(
+    kernel: Kernel,
+    about: str,
+    *claimed: Claim,
+    name: str = "",
+    only: str = "cuda",
+    dtype: str = "float32",
+    dropout: str = "0.25",
+) -> Case:
+    return Case(
+        steps.attention,
+        claimed or (runs(f"scaled_dot_product_{kernel}_attention"), moves_at_least(4)),
+        kernel=kernel,
+        only=only,
+        params={"dtype": dtype, "dropout": dropout},
+        own_name=name or f"{kernel}-attention",
+        own_about=f"Attention {about}.",
+    )
 
 
 CASES = (
@@ -186,38 +210,25 @@ CASES = (
         (Claim("transfers in region 2, which is idle", claims.moves_in_region(2)),),
         idle=frozenset({2}),
     ),
-    Case(
-        steps.math_attention,
-        (
-            runs("aten.bmm."),
-            runs("softmax", compiler="aot_eager"),
-            moves_view("a mask", claims.is_bool),
-        ),
-        kernel="math",
+    _attention(
+        "math",
+        "with dropout, by matrix products",
+        runs("aten.bmm."),
+        runs("softmax", compiler="aot_eager"),
+        moves_view("a mask", claims.is_bool),
+        only="",
     ),
-    Case(
-        steps.flash_attention,
-        (runs("scaled_dot_product_flash_attention"), moves_at_least(4)),
-        kernel="flash",
-        only="cuda",
-    ),
-    Case(
-        steps.efficient_attention,
-        (runs("scaled_dot_product_efficient_attention"), moves_at_least(4)),
-        kernel="efficient",
-        only="cuda",
-    ),
-    Case(
-        steps.cudnn_attention,
-        (runs("scaled_dot_product_cudnn_attention"), moves_at_least(4)),
-        kernel="cudnn",
-        only="cuda",
-    ),
-    Case(
-        steps.cpu_flash_attention,
-        (runs("scaled_dot_product_flash_attention_for_cpu"), moves_at_least(4)),
-        kernel="flash",
+    _attention("flash", "with dropout, by the flash kernel", dtype="bfloat16"),
+    _attention("efficient", "with dropout, by the memory-efficient kernel"),
+    _attention("cudnn", "with dropout, by cuDNN", dtype="bfloat16"),
+    _attention(
+        "flash",
+        "by the flash kernel of the CPU, which has no dropout",
+        runs("scaled_dot_product_flash_attention_for_cpu"),
+        moves_at_least(4),
+        name="cpu-flash-attention",
         only="cpu",
+        dropout="0.0",
     ),
     Case(
         steps.padded_bias,
