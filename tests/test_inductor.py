@@ -43,7 +43,7 @@ from offplan.replay.operators import Operators
 from offplan.replay.runtime import ReplayError, RuntimeStats, Slot, cpu_runtime
 from offplan.target import Target
 from offplan.trace._torch import generated_modules, reset_dynamo
-from offplan.trace.capture import TraceOptions, trace
+from offplan.trace.capture import TraceOptions, trace, trace_target
 
 SAMPLES = Path(__file__).parent.parent / "sample_graphs"
 MODELS = Path(__file__).parent / "inductor_models.py"
@@ -160,6 +160,32 @@ def test_every_sample_is_captured_as_inductor_lowers_it(path):
     assert plan.compiler == "inductor"
     assert " --compiler inductor" in analyze_command(plan)
     assert any(region.backward for region in facts.regions)
+
+
+class _Replaced(torch.nn.Module):
+    """Views of a random op, and of a copy: Inductor makes another op of the one, and removes the
+    other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        return (h.sin() * torch.rand(4, 64)[1]).square().sum() + (h @ h.clone().t()).sin().sum()
+
+
+def test_a_view_of_what_inductor_has_replaced_lies_on_the_storage_of_what_it_reads():
+    target = Target(_Replaced(), (torch.randn(16, 64),))
+    facts = trace_target(target, TraceOptions("cpu", compiler="inductor", partitioner="default"))
+    views = [
+        (op.target, [facts.values[value].storage for value in (*op.inputs, *op.outputs)])
+        for op in facts.regions[0].forward.ops
+        if op.target in ("aten.select.int", "aten.permute.default")
+    ]
+    assert [target for target, _ in views].count("aten.select.int") == 1
+    assert len(views) == 3
+    assert all(len(set(storages)) == 1 for _, storages in views)
 
 
 def test_passes_of_the_user_stay_active():

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import msgspec
 import torch
 from torch import fx
 from torch.fx.graph import dtype_abbrs
@@ -32,6 +33,7 @@ from offplan.doors.torch_log import LoggedGraph, LoggedInput, TraceLog, read_log
 from offplan.errors import OffplanError, TraceError, UsageError
 from offplan.gpus import DEFAULT_GPU, find_gpu
 from offplan.graph import Compiler, GraphFacts, InputKind, ModelTensor, TargetRef
+from offplan.overwritten import warnings_of
 from offplan.target import arguments, describe
 from offplan.trace._torch import (
     FakeTensor,
@@ -203,7 +205,7 @@ class _Steps:
         devices = {storage.device for storage in self.builder.storages}
         device = "cuda" if "cuda" in devices else "cpu"
         compiler: Compiler = "inductor" if any(g.by_inductor for g in chosen) else "aot_eager"
-        return GraphFacts(
+        facts = GraphFacts(
             target=target,
             torch=log.torch or "unknown",
             device=device,
@@ -215,8 +217,9 @@ class _Steps:
             storages=tuple(self.builder.storages),
             values=tuple(self.builder.values),
             regions=tuple(self.builder.regions),
-            warnings=tuple(self._warnings(log, chosen, device, gpu)),
         )
+        left_open = self._warnings(log, chosen, device, gpu)
+        return msgspec.structs.replace(facts, warnings=(*left_open, *warnings_of(facts)))
 
     def _warnings(
         self, log: TraceLog, chosen: Sequence[LoggedGraph], device: str, gpu: str | None

@@ -168,6 +168,7 @@ def inductor() -> Any:
     """What is used of Inductor, imported when first asked for: that takes a second."""
     import torch._inductor.config as config
     import torch._inductor.graph as graph
+    from torch._inductor import scheduler
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
@@ -175,6 +176,7 @@ def inductor() -> Any:
     return SimpleNamespace(
         config=config,
         graph=graph,
+        scheduler=scheduler,
         compile_fx=compile_fx,
         compile_fx_inner=compile_fx_inner,
         Partitioner=CustomPartitionerFn,
@@ -187,8 +189,10 @@ def inductor_lowering() -> Any:
     import torch._inductor.config as config
     import torch._inductor.graph as graph
     from torch._inductor import ir, scheduler
+    from torch._inductor.codegen.simd_kernel_features import MemoryEstimator, SIMDKernelFeatures
     from torch._inductor.codegen.wrapper import ReuseLine
     from torch._inductor.memory import reorder_for_peak_memory
+    from torch._inductor.runtime.hints import DeviceProperties
     from torch._inductor.virtualized import V
     from torch.utils._ordered_set import OrderedSet
 
@@ -199,11 +203,28 @@ def inductor_lowering() -> Any:
         GraphLowering=graph.GraphLowering,
         scheduler=scheduler,
         NopKernel=scheduler.NopKernelSchedulerNode,
+        DeviceProperties=DeviceProperties,
+        MemoryEstimator=MemoryEstimator,
+        # Torch 2.11 and newer.
+        MixOrder=getattr(scheduler, "FusedMixOrderReductions", None),
         ReuseLine=ReuseLine,
+        SIMDKernelFeatures=SIMDKernelFeatures,
         reorder_for_peak_memory=reorder_for_peak_memory,
         V=V,
         OrderedSet=OrderedSet,
     )
+
+
+def has_cpp_compiler() -> bool:
+    """Whether Inductor finds what it compiles with for the CPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
 
 
 def generated_modules() -> list[Any]:

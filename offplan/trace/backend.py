@@ -8,7 +8,8 @@
 4.  The partitioner may merge equal nodes (common subexpressions): a view of the node that went then
     reads the one that stayed, but its fake tensor still lies on the storage of the one that went.
     What shares memory is therefore read off the joint graph, before that, and a fake tensor that
-    disagrees afterwards is made again from what its op reads now.
+    disagrees afterwards is made again from what its op reads now.  Inductor has put nodes of its
+    own in the place of others before (random ops): views of these are made again first.
 5.  What the backward computes again may be chosen when the *base* is known, which is what the
     partitioner makes by itself: the joint graph is then partitioned again (``trace.recompute``).
 """
@@ -229,6 +230,7 @@ class Joint:
         self.base: Split | None = None
         self.context = TracingContext.get()
         self.mutated_count = mutated_input_count(module, options["num_fwd_outputs"])
+        _make_views_again(module)
         self.shared: dict[str, _Sharing] = {
             node.name: _shared(node)
             for node in module.graph.nodes
@@ -325,15 +327,30 @@ def _restore_sharing(module: fx.GraphModule, shared: Mapping[str, _Sharing]) -> 
         before = shared.get(node.name)
         if not before or not isinstance(node.target, OpOverload) or "val" not in node.meta:
             continue
-        if set(before) <= set(_shared(node)):
+        if not set(before) <= set(_shared(node)):
+            _make_again(node)
+
+
+def _make_views_again(module: fx.GraphModule) -> None:
+    """Make fake tensors of views again that lie on the storage of a node that was replaced."""
+    for node in module.graph.nodes:
+        if not isinstance(node.target, OpOverload) or not node.target.is_view:
             continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        fake = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor))
-        with fake.fake_mode:
-            node.meta["val"] = node.target(*args, **kwargs)
-        for user in node.users:
-            if user.target is operator.getitem:
-                user.meta["val"] = node.meta["val"][user.args[1]]
+        given = [argument.meta.get("val") for argument in _arguments(node)]
+        if given and all(isinstance(v, FakeTensor) for v in given) and not _shared(node):
+            _make_again(node)
+
+
+def _make_again(node: fx.Node) -> None:
+    """The fake tensors of ``node``, from those that its arguments have now."""
+    assert isinstance(node.target, OpOverload)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    fake = next(leaf for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor))
+    with fake.fake_mode:
+        node.meta["val"] = node.target(*args, **kwargs)
+    for user in node.users:
+        if user.target is operator.getitem:
+            user.meta["val"] = node.meta["val"][user.args[1]]
 
 
 def _arguments(node: fx.Node) -> list[fx.Node]:
@@ -354,6 +371,7 @@ def read_without_gradient(
     module: fx.GraphModule, source_name: Callable[[str, int], str]
 ) -> RegionTemplate:
     """Read a graph that AOTAutograd did not partition, since no gradient is needed."""
+    _make_views_again(module)
     return read_region(module, None, output_count=0, mutated_count=0, source_name=source_name)
 
 

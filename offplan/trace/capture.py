@@ -31,6 +31,7 @@ from torch import fx
 from offplan.errors import DeviceError, PlanError, TraceError
 from offplan.gpus import DEFAULT_GPU, Gpu, find_gpu
 from offplan.graph import Compiler, GraphFacts, Partitioner, TargetRef, ValueId
+from offplan.overwritten import warnings_of
 from offplan.recompute import Choice
 from offplan.target import Target, load_target
 from offplan.trace import failures
@@ -187,12 +188,13 @@ class TracedStep:
         for region, run in capture.runs:
             assert region.template is not None
             run.add(builder, templates.get(region, region.template))
-        return msgspec.structs.replace(
+        found = msgspec.structs.replace(
             self.facts,
             storages=tuple(builder.storages),
             values=tuple(builder.values),
             regions=tuple(builder.regions),
         )
+        return _warned(found, capture)
 
     def _wanted(self, choices: Iterable[Choice]) -> dict[int, frozenset[int]]:
         """The ops to run again in each region; runs of one graph want the same."""
@@ -263,9 +265,13 @@ def _traced(
         values=tuple(capture.recorder.builder.values),
         regions=tuple(capture.recorder.builder.regions),
         breaks=tuple(capture.recorder.breaks),
-        warnings=tuple(capture.warnings),
     )
-    return TracedStep(facts, capture)
+    return TracedStep(_warned(facts, capture), capture)
+
+
+def _warned(facts: GraphFacts, capture: _Capture) -> GraphFacts:
+    """``facts`` with what was noticed in the capture, and what is wrong with the graphs."""
+    return msgspec.structs.replace(facts, warnings=(*capture.warnings, *warnings_of(facts)))
 
 
 @contextmanager
