@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,12 +18,38 @@ os.environ["OFFPLAN_CACHE"] = "off"
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Files whose tests share what takes seconds to make: each file runs on one worker.
+TOGETHER = {
+    *("test_cli", "test_export", "test_host_life", "test_memory", "test_page"),
+    *("test_recompute", "test_recompute_trace", "test_samples", "test_verify"),
+}
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that need the GPU one after another, on one worker."""
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Run the tests that need the GPU one after another, on one worker; and see above."""
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.xdist_group("cuda"))
+        elif item.path.stem in TOGETHER:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    yield
+    for item in items:
+        # Where xdist (3.8) writes the group of a test, and pytest (9.2) no longer reads it.
+        name = vars(item).get("_nodeid")
+        if name is not None and item.nodeid != name:
+            item._id = type(item._id).parse(name)  # type: ignore[attr-defined]
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector need not go through it each time."""
+    gc.collect()
+    gc.freeze()
+    guards = sys.modules.get("torch._dynamo.guards")
+    if guards is not None:
+        # How long the guards of what it compiled take is for its log; it empties the cache of the
+        # core for that, which takes longer than to compile something small.
+        guards.profile_guard_manager = lambda *args: 0.0  # type: ignore[attr-defined]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -158,7 +158,7 @@ def trained(made: Backend, failed: Callable[[], Any]) -> tuple[Bits, int]:
     """Bits of a step after ``failed``, and how many bytes it moved."""
     reset_dynamo()
     torch.manual_seed(0)
-    model = Net()
+    model = Net(layers=1)
     call = torch.compile(model, backend=made)
     with failed() as reached:
         for _ in range(2):
@@ -196,7 +196,7 @@ def test_a_compilation_that_fails_can_be_done_again(
 ) -> None:
     options: dict[str, Any] = {"budget": 0}
     if planned:
-        options = {"plan": offplan.analyze(Net(), (batch(0),), budget=0, **SMALL)}
+        options = {"plan": offplan.analyze(Net(layers=1), (batch(0),), budget=0, **SMALL)}
     given = {name: value for name, value in SMALL.items() if not planned or name != "compiler"}
     with offplan.backend(**options, **given) as made:
         expected, moved = trained(made, nothing)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 import subprocess
 import sys
 import textwrap
 import threading
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -338,10 +340,17 @@ with runtime.forward_run(4096):
 """
 
 
+def whole(parts: Sequence[str]) -> str:
+    return "\n".join(textwrap.dedent(part) for part in parts)
+
+
 def said(*parts: str, exit_code: int = 0) -> list[str]:
-    program = "\n".join(textwrap.dedent(part) for part in parts)
+    """What a program prints, in a process that was started for it."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", whole(parts)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == exit_code, done.stderr
     # Nothing is said about an error that was ignored at the end.
@@ -349,10 +358,56 @@ def said(*parts: str, exit_code: int = 0) -> list[str]:
     return done.stdout.splitlines()
 
 
+# Imports what takes seconds.  For each program that it is given, it forks a process whose main
+# program that then is, and which ends as any other.
+STARTER = """
+import json, os, sys
+import offplan.replay.runtime
+
+for line in sys.stdin:
+    program, output, errors = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        for stream, path in ((1, output), (2, errors)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+        exec(program)
+        sys.exit()
+    _, status = os.waitpid(child, 0)
+    print(os.waitstatus_to_exitcode(status), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", STARTER],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    ) as found:
+        yield found
+
+
+@pytest.fixture
+def said_soon(starter: subprocess.Popen[str], tmp_path: Path) -> Callable[..., list[str]]:
+    """As ``said``, in a process that has imported all of it."""
+
+    def run(*parts: str) -> list[str]:
+        output, errors = tmp_path / "output", tmp_path / "errors"
+        starter.stdin.write(json.dumps([whole(parts), str(output), str(errors)]) + "\n")
+        assert starter.stdout.readline() == "0\n", errors.read_text()
+        assert "Exception ignored" not in errors.read_text()
+        return output.read_text().splitlines()
+
+    return run
+
+
 @pytest.mark.parametrize("end", ["", "sys.exit(0)", "del runtime; gc.collect()"])
 @pytest.mark.parametrize("sent", ["", SENT])
-def test_what_is_pinned_at_exit_is_unpinned_then(sent, end):
-    assert said(SAYS, sent, end) == ["pin", "unpin 1"]
+def test_what_is_pinned_at_exit_is_unpinned_then(said_soon, sent, end):
+    assert said_soon(SAYS, sent, end) == ["pin", "unpin 1"]
 
 
 def test_an_error_that_ends_the_interpreter_unpins_too():
@@ -360,9 +415,9 @@ def test_an_error_that_ends_the_interpreter_unpins_too():
     assert said(SAYS, SENT, program, exit_code=1) == ["pin", "unpin 1"]
 
 
-def test_a_cycle_that_is_never_collected_is_unpinned_at_exit():
+def test_a_cycle_that_is_never_collected_is_unpinned_at_exit(said_soon):
     cycle = "gc.disable(); runtime.itself = runtime; held = [runtime]; held.append(held); del held"
-    assert said(SAYS, SENT, cycle, "del runtime, host") == ["pin", "unpin 1"]
+    assert said_soon(SAYS, SENT, cycle, "del runtime, host") == ["pin", "unpin 1"]
 
 
 FORKED = """
@@ -386,13 +441,13 @@ runtime.close()
         ("del runtime, host; gc.collect(); os._exit(0)", True),
     ],
 )
-def test_a_forked_child_neither_unpins_nor_crashes(child, leaves):
-    lines = said(SAYS, SENT, FORKED.format(child=child))
+def test_a_forked_child_neither_unpins_nor_crashes(said_soon, child, leaves):
+    lines = said_soon(SAYS, SENT, FORKED.format(child=child))
     expected = ["pin", *(["leave 1"] if leaves else []), "child 0", "unpin 1"]
     assert lines == expected
 
 
-def test_a_forked_child_cannot_use_its_parents_host_memory_and_is_told_why():
+def test_a_forked_child_cannot_use_its_parents_host_memory_and_is_told_why(said_soon):
     program = """
     from offplan.errors import OffplanError
     child = os.fork()
@@ -405,10 +460,10 @@ def test_a_forked_child_cannot_use_its_parents_host_memory_and_is_told_why():
     os.waitpid(child, 0)
     """
     words = "host memory of another process cannot be used in its forked child"
-    assert said(SAYS, program) == ["pin", words, "unpin 1"]
+    assert said_soon(SAYS, program) == ["pin", words, "unpin 1"]
 
 
-def test_a_forked_child_gets_zeros_and_shares_no_page_with_its_parent():
+def test_a_forked_child_gets_zeros_and_shares_no_page_with_its_parent(said_soon):
     """As ``register`` keeps its pages from a child; locked here, since there is no CUDA."""
     program = """
     import ctypes
@@ -426,7 +481,7 @@ def test_a_forked_child_gets_zeros_and_shares_no_page_with_its_parent():
     os.waitpid(child, 0)
     os.write(1, b"parent sees %d\\n" % min(memory))
     """
-    assert said(SAYS, program) == ["pin", "child sees 0", "parent sees 7", "unpin 1"]
+    assert said_soon(SAYS, program) == ["pin", "child sees 0", "parent sees 7", "unpin 1"]
 
 
 def test_an_event_is_not_destroyed_in_a_forked_child():
