@@ -8,9 +8,10 @@
 3.  The planner counts what ops ask for; the allocator hands out whole blocks.  A plan whose
     predicted peak exceeds the budget is planned again with the excess taken off, down to the floor,
     which is the predicted peak of the plan for the least limit (of what a compiler fuses, that of
-    the plan that moves everything if it is less).
+    the plan that moves everything, or the least, if it is less).
 4.  Where a compiler fuses ops (``offplan.fusion``), the planner counts with graphs that have
-    transfers in them, and each plan is predicted as it is compiled.
+    transfers in them, and each plan is predicted as it is compiled.  Graphs without any can have
+    a higher peak, for the compiler orders them itself: if nothing else has to move, the least does.
 5.  Such predictions have a band, which a plan for a budget leaves free, and by which the budget of
     ``floor`` exceeds its predicted peak.
 6.  Without a profile of the GPU, copies are placed as for ``NOMINAL`` rates, and no time is
@@ -29,7 +30,7 @@ import msgspec
 
 from offplan.costs import DeviceProfile, op_times_ms, profile_for
 from offplan.errors import BudgetError, UsageError
-from offplan.fusion import BAND, as_run, fused, is_fused
+from offplan.fusion import BAND, as_run, fused, is_fused, landings
 from offplan.graph import GraphFacts
 from offplan.memory import Conditions, Memory, Prediction
 from offplan.planner import Costs, Planned, Planner
@@ -244,7 +245,12 @@ class Outlooks:
         # A storage of which the compiler saves a copy stays.
         movable = [move for move in movable if (move.region, move.storage) in without.last]
         self.planner = Planner(
-            self.planned_facts, movable, without, Costs(times, rates), aim.host_bytes
+            self.planned_facts,
+            movable,
+            without,
+            Costs(times, rates),
+            aim.host_bytes,
+            landings(facts),
         )
         self.no_plan = self._prediction(())
         self._floor: tuple[Planned, Prediction] | None = None
@@ -299,7 +305,10 @@ class Outlooks:
         """What ops may ask for together, for a predicted peak within ``limit`` (definition 3)."""
         # What blocks add without a plan is the best guess of what they add with one.
         rounding_bytes = max(0, self.no_plan.peak_bytes - self.planner.peak_bytes)
-        return min(self.without_band(limit), self.planner.peak_bytes) - rounding_bytes
+        if is_fused(self.facts):
+            # That is also how much better or worse the compiler orders graphs without transfers.
+            rounding_bytes = min(rounding_bytes, self.no_plan.parts["rounding"])
+        return min(self.without_band(limit) - rounding_bytes, self.planner.peak_bytes)
 
     def without_band(self, limit: int) -> int:
         """The highest predicted peak that keeps within ``limit`` (definition 5)."""
@@ -320,10 +329,12 @@ class Outlooks:
             planned = self.planner.plan(self.planner.floor_bytes)
             self._floor = planned, self._predict(planned)
             if is_fused(self.facts):
-                # Where copies really run can be worse than the planner counts (definition 4).
-                planned = self.planner.plan(0)
-                others = planned, self._predict(planned)
-                self._floor = min(self._floor, others, key=lambda found: found[1].peak_bytes)
+                # What is released and runs late can be worse than the planner counts.
+                others = (self.planner.plan_least(), self.planner.plan(0))
+                found = (self._floor, *((each, self._predict(each)) for each in others))
+                self._floor = min(
+                    found, key=lambda each: (each[1].peak_bytes, each[0].time.step_ms)
+                )
         return self._floor
 
     def _device_bytes(self) -> int:
@@ -349,9 +360,11 @@ class Outlooks:
             return self.planner.plan(self.planner.peak_bytes), self.no_plan
         inner = self.asked_bytes(asked)
         for _ in range(_ATTEMPTS):
-            if inner <= self.planner.floor_bytes:
+            if inner < self.planner.floor_bytes:
                 break
             planned = self.planner.plan(inner)
+            if not planned.transfers and is_fused(self.facts):
+                planned = self.planner.plan_least()
             prediction = self._predict(planned)
             if excess_bytes(prediction) <= 0:
                 return planned, prediction

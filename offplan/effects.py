@@ -33,7 +33,7 @@ from offplan.activations import Activation, activations
 from offplan.budget import NOMINAL, Action
 from offplan.costs import DeviceProfile, device_times_ms, op_times_ms, profile_for, with_arithmetic
 from offplan.curve import Curve
-from offplan.fusion import as_run, fused, is_fused
+from offplan.fusion import as_run, fused, is_fused, landings
 from offplan.graph import GraphFacts, StorageId
 from offplan.joint import MIN_BYTES
 from offplan.memory import Memory, Prediction
@@ -210,7 +210,7 @@ class Effects:
             if entry.id is not None and entry.footprint is not None
             if (entry.region, entry.id) in last
         ]
-        return tuple(candidates(self._planned, moves, last, self.spans))
+        return tuple(candidates(self._planned, moves, last, self.spans, landings(self.facts)))
 
     @cached_property
     def _activations(self) -> dict[tuple[int, StorageId], Activation]:

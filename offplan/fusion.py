@@ -94,6 +94,22 @@ def as_run(facts: GraphFacts, transfers: Sequence[Transfer]) -> AsRun:
     return AsRun(made, tuple(fuser.as_run(transfer) for transfer in transfers))
 
 
+def landings(facts: GraphFacts) -> list[int]:
+    """By position on the timeline, where a reload that stands before the op there runs
+    (definition 9): the same place, or the one of an earlier kernel."""
+    found = list(range(facts.op_count + 1))
+    for region, (_, first) in zip(facts.regions, _firsts(facts), strict=True):
+        graph = region.backward
+        if graph is None or graph.lowering is None:
+            continue
+        count = len(graph.ops)
+        kernels, turns = _placed(graph.lowering.kernels, (), count)
+        found[first : first + count] = (
+            first + _landing(place, kernels, turns) for place in range(count)
+        )
+    return found
+
+
 def is_fused(facts: GraphFacts) -> bool:
     """Whether a compiler runs ``facts`` otherwise than op by op, and it is known how."""
     return any(
@@ -252,9 +268,7 @@ class _Fuser:
     ) -> None:
         """Where transfers in the graph at ``first`` run: before all kernels whose turn is then."""
         for stop in self.stops & set(range(first, first + op_count)):
-            following = bisect_left(turns, stop - first)
-            if following < len(kernels):
-                self.stands[stop] = min(stop, first + kernels[following].at)
+            self.stands[stop] = first + _landing(stop - first, kernels, turns)
 
     def _use_inputs(
         self,
@@ -517,6 +531,12 @@ def _placed(
         for place, (kernel, found) in enumerate(zip(ordered, at, strict=True))
     ]
     return placed, turns
+
+
+def _landing(place: int, kernels: Sequence[Kernel], turns: Sequence[int]) -> int:
+    """Where in a graph a transfer runs that stands before the op at ``place``."""
+    following = bisect_left(turns, place)
+    return min(place, kernels[following].at) if following < len(kernels) else place
 
 
 def _ordered(kernels: Sequence[Kernel], early: Collection[int]) -> list[Kernel]:

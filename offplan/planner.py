@@ -37,7 +37,8 @@ Placement
     for, and waits the least.
 8.  Copies to the device are issued in the order in which they are needed, or in which they would
     have to start to be in time, whichever is faster.  ``reload_at`` is as early as the limit
-    allows, for the same reason.
+    allows, for the same reason.  A compiler can run a copy earlier than it stands: before the op
+    of its ``landings``, where its memory then counts.
 
 Pure and deterministic.  Takes time in proportion to ops, and to moved storages times the logarithm
 of ops.
@@ -45,10 +46,12 @@ of ops.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
+from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -106,14 +109,16 @@ class Planner:
         memory: Timeline,
         costs: Costs,
         host_bytes: int | None = None,
+        landings: Sequence[int] | None = None,
     ) -> None:
+        self.landings = range(facts.op_count + 1) if landings is None else landings
         self.during = memory.during
         self.unplanned = Curve(memory.during)
         self.costs = costs
         self.starts = [0.0, *accumulate(costs.op_ms)]
         self.spans = spans_of(facts)
         self.forward_count = self.spans[-1].forward_end if self.spans else 0
-        self.candidates = candidates(facts, movable, memory.last, self.spans)
+        self.candidates = candidates(facts, movable, memory.last, self.spans, self.landings)
         self.affordable = self.candidates
         self.affordable = _within(self.by_time_away(), host_bytes)
         self.peak_bytes = max(self.during, default=0)
@@ -133,6 +138,14 @@ class Planner:
         if budget_bytes < self.floor_bytes:
             raise self._infeasible(budget_bytes)
         return self._planned(self._best(budget_bytes, least_ms), least_ms)
+
+    def plan_least(self) -> Planned:
+        """The plan that moves the least; of as little, what is longest away.  Where nothing can
+        move, it moves nothing."""
+        groups = together(self.by_time_away())
+        least = min(groups, key=_moved_bytes, default=[])
+        _, transfers = self.placed(least, max(self.peak_bytes, self.everything_bytes), inf)
+        return self._planned(transfers, self.starts[-1])
 
     def _least_peak(self) -> tuple[int, list[Candidate]]:
         """The floor, and what is away for it: all but what raises the peak by being packed."""
@@ -306,8 +319,10 @@ class Planner:
             c = chosen[place]
             assert c.back_by is not None
             start = max(earliest, c.span.backward)
-            full = curve.last_above(start, c.back_by, limit - c.back_bytes - c.staging_bytes)
-            return start if full is None else full + 1
+            room = limit - c.back_bytes - c.staging_bytes
+            full = curve.last_above(self.landings[start], c.back_by, room)
+            # The first place from which it does not run as early as that.
+            return start if full is None else bisect_left(self.landings, full + 1, start)
 
         turns, urgent = deque(wanted), deque(by_need)
         while turns:
@@ -318,7 +333,7 @@ class Planner:
                 at = opening(place)
             reloads[place] = earliest = at
             c = chosen[place]
-            curve.add(at, c.back_by or 0, c.back_bytes + c.staging_bytes)
+            curve.add(self.landings[at], c.back_by or 0, c.back_bytes + c.staging_bytes)
             while turns and reloads[turns[0]] is not None:
                 turns.popleft()
             while urgent and reloads[urgent[0]] is not None:
@@ -371,7 +386,7 @@ def _within(order: Sequence[Candidate], host_bytes: int | None) -> list[Candidat
     taken: list[Candidate] = []
     left = host_bytes
     for group in together(order):
-        size_bytes = sum(candidate.move.footprint.transfer_bytes for candidate in group)
+        size_bytes = _moved_bytes(group)
         if size_bytes <= left:
             left -= size_bytes
             taken += group
@@ -418,6 +433,10 @@ def _reloaded_alike(chosen: Sequence[Candidate], reloads: Sequence[int | None]) 
         None if reload is None else last[candidate.twins] + candidate.span.backward
         for candidate, reload in zip(chosen, reloads, strict=True)
     ]
+
+
+def _moved_bytes(group: Sequence[Candidate]) -> int:
+    return sum(candidate.move.footprint.transfer_bytes for candidate in group)
 
 
 def _raised_bytes(group: Sequence[Candidate], op: int | None) -> int:

@@ -97,7 +97,9 @@ def candidates(
     movable: Sequence[Move],
     last: Mapping[tuple[int, StorageId], int],
     spans: Sequence[Span],
+    landings: Sequence[int],
 ) -> list[Candidate]:
+    """The windows of what is ``movable``.  A reload before op n runs before op ``landings[n]``."""
     uses = _uses(facts, spans)
     twin_of = twins(facts)
     positions: dict[tuple[int, StorageId | None], int] = {}
@@ -121,7 +123,7 @@ def candidates(
             staging_bytes=sizes[2],
             offload_after=uses.last_forward.get(move.storage, span.forward),
             needed_by=needed_by,
-            back_by=None if needed_by is None else min(needed_by, span.returned),
+            back_by=None if needed_by is None else min(landings[needed_by], span.returned),
             last=_held_through(last[key], span),
             span=span,
             twins=(twin_of[move.region], positions[key]),

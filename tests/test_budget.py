@@ -8,6 +8,7 @@ from random import Random
 import msgspec
 import pytest
 from facts_builder import DRAWN, FactsBuilder, graph_facts, steps
+from fused_steps import fused_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_steps import moves_of
@@ -318,3 +319,40 @@ def test_the_planner_is_asked_for_what_the_allocator_leaves(
     planned = found.outlook_for(of_bytes(limit))
     assert planned.predicted.plan.peak_bytes <= limit
     assert all(size <= limit for size in asked)
+
+
+# --- what a compiler orders by itself -------------------------------------------------------------
+
+
+def worse_alone() -> GraphFacts:
+    """A step whose backward takes more memory if the compiler may reorder it."""
+    facts = fused_step()
+    (region,) = facts.regions
+    assert region.backward is not None
+    assert region.backward.lowering_alone is not None
+    alone = region.backward.lowering_alone
+    buffers = (
+        msgspec.structs.replace(buffer, size_bytes=8 * buffer.size_bytes)
+        for buffer in alone.buffers
+    )
+    alone = msgspec.structs.replace(alone, buffers=tuple(buffers))
+    backward = msgspec.structs.replace(region.backward, lowering_alone=alone)
+    return msgspec.structs.replace(
+        facts, regions=(msgspec.structs.replace(region, backward=backward),)
+    )
+
+
+def test_the_least_moves_where_a_graph_without_transfers_is_ordered_for_the_worse() -> None:
+    facts = worse_alone()
+    known = outlooks(facts)
+    top = known.no_plan.peak_bytes
+    assert known.planner.peak_bytes < known.without_band(9 * top // 10)
+    found = known.outlook_for(of_bytes(9 * top // 10))
+    (moved,) = found.transfers
+    assert moved.transfer_bytes == min(m.footprint.transfer_bytes for m in moves_of(facts))
+    assert found.predicted.plan.peak_bytes <= known.without_band(9 * top // 10)
+
+
+def test_the_floor_is_one_of_graphs_with_transfers_where_it_is_lower() -> None:
+    better, worse = (outlooks(facts).floor()[1] for facts in (fused_step(), worse_alone()))
+    assert worse.peak_bytes == better.peak_bytes

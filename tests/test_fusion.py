@@ -14,7 +14,7 @@ import pytest
 from offplan.budget import FLOOR, Aim, Outlooks, of_bytes
 from offplan.costs import op_times_ms, profile_for
 from offplan.errors import BudgetError
-from offplan.fusion import BAND, KERNEL, as_run, fused, is_fused
+from offplan.fusion import BAND, KERNEL, as_run, fused, is_fused, landings
 from offplan.graph import (
     Buffer,
     Graph,
@@ -370,6 +370,16 @@ def test_a_reload_comes_before_the_kernels_whose_turn_it_is() -> None:
     # c and d; c, d and e.
     curve = Memory(ran.facts).curve(ran.transfers)
     assert tuple((size - MIB) // MIB for size in curve[4:]) == (2, 3)
+
+
+def test_where_a_reload_would_run_is_known_before_it_is_planned() -> None:
+    found = lowering(
+        [(0, C), (0, T), (MIB, D), (MIB, E)],
+        [Kernel(1, (0,), (1,), (2,)), Kernel(1, (1,), (0, 2), (3,))],
+        [3],
+    )
+    assert landings(with_backward(a_step(), found)) == [0, 1, 2, 3, 4, 4, 6]
+    assert landings(op_by_op(a_step())) == [*range(7)]
 
 
 def test_facts_that_run_op_by_op_have_their_transfers_as_planned() -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from offplan.plan import check_plan, make_plan
 from offplan.trace import lowering
 from offplan.trace._torch import reset_dynamo
 from offplan.trace.capture import TraceOptions, trace_target
+from offplan.trace.compilers import _fused_as_without
 from offplan.trace.lowering import read_lowering
 
 # What is compiled is shared by the tests of one process.
@@ -70,8 +73,36 @@ class Norms(nn.Module):
         return torch.softmax(found + x, -1).square().mean()
 
 
-def traced(model: type[nn.Module], device: str = "cpu") -> GraphFacts:
-    target = offplan.Target(model(), (torch.randn(ROWS, WIDTH, requires_grad=True),))
+class Waves(nn.Module):
+    """What softmax reads twice: for the sum of a row, and to divide by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.mix(x)
+        for _ in range(6):
+            found = found.sin() * found + found.cos() * x
+        return torch.softmax(found, -1).square().sum()
+
+
+class Scaled(nn.Module):
+    """A norm whose weight's gradient adds up columns, where its input's adds up rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(1024)
+        self.mix = nn.Linear(1024, 1024, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(self.norm(self.mix(x))).square().sum()
+
+
+def traced(
+    model: type[nn.Module], device: str = "cpu", shape: tuple[int, int] = (ROWS, WIDTH)
+) -> GraphFacts:
+    target = offplan.Target(model(), (torch.randn(shape, requires_grad=True),))
     return trace_target(target, TraceOptions(device=device, compiler="inductor"))
 
 
@@ -122,6 +153,58 @@ def test_only_what_is_in_memory_is_a_buffer(device: str) -> None:
         if op.target not in ("aten.permute.default", "aten.mm.default")
     }
     assert len(op_by_op) > 6
+
+
+@pytest.mark.skipif("cuda" not in DEVICES, reason="loops are those of GPU kernels")
+def test_what_one_loop_makes_and_the_next_reads_is_in_memory() -> None:
+    def made(*, at_once: bool) -> list[int]:
+        with inductor_config.patch({"triton.persistent_reductions": at_once}):
+            forward, _ = graphs(traced(Waves, "cuda", (512, 256)))
+        found = lowering_of(forward)
+        return sorted(found.buffers[n].size_bytes for kernel in found.kernels for n in kernel.makes)
+
+    # Beside the product, a row's largest value and sum, and the loss: what softmax reads.
+    assert made(at_once=False) == sorted([*made(at_once=True), 4 * 512 * 256])
+
+
+@pytest.mark.skipif("cuda" not in DEVICES, reason="CPU kernels do not reduce in two orders")
+def test_partial_sums_of_a_kernel_that_reduces_in_two_orders_are_in_memory() -> None:
+    _, backward = graphs(traced(Scaled, "cuda", (2**15, 1024)))
+    found = lowering_of(backward)
+    read = {number for kernel in found.kernels for number in kernel.reads}
+    (both,) = [kernel for kernel in found.kernels if len(kernel.makes) == 3]
+    _, partial, scratch = (found.buffers[number].size_bytes for number in both.makes)
+    # Of 16 rows each, in 4-byte floats; and what ATen allocates to add those up.
+    assert partial == 2**15 // 16 * 1024 * 4
+    assert scratch == 2 * partial + 32
+    assert [number in read for number in both.makes] == [True, True, False]
+
+
+@dataclass(eq=False)
+class Node:
+    """An operation as Inductor's scheduler has it."""
+
+    node: Any
+    min_order: float
+    max_order: float
+
+
+def test_transfers_are_not_counted_between_operations_that_may_be_fused() -> None:
+    class Scheduler:
+        def fuse_nodes(self, nodes: list[Node]) -> list[Node]:
+            return nodes
+
+    transfer = SimpleNamespace(op_overload=SimpleNamespace(namespace="offplan_7"))
+    other = SimpleNamespace(op_overload=SimpleNamespace(namespace="aten"))
+    nodes = [Node(transfer if place in (0, 2, 3, 6) else other, place, place) for place in range(7)]
+    nodes[5].max_order = 6
+    with _fused_as_without(SimpleNamespace(Scheduler=Scheduler)):
+        assert Scheduler().fuse_nodes(nodes) == nodes
+    assert [(nodes[at].min_order, nodes[at].max_order) for at in (1, 4, 5)] == [
+        (0, 0), (1, 1), (2, 3),
+    ]  # fmt: skip
+    assert sorted(nodes, key=lambda node: node.min_order) == nodes
+    assert len({node.min_order for node in nodes}) == 7
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -18,7 +18,6 @@ from unittest import mock
 
 import torch
 
-from offplan.replay.operators import NAMESPACE
 from offplan.trace._torch import (
     INDUCTOR_ALLOCATES_BY,
     INDUCTOR_ALLOCATES_FROM,
@@ -27,6 +26,7 @@ from offplan.trace._torch import (
     torch_c,
     tree_leaves,
 )
+from offplan.trace.compilers import TRANSFERS
 
 
 class Watch(TorchDispatchMode):
@@ -108,7 +108,7 @@ def _replace_in_modules(old: Any, new: Any) -> None:
 
 def _is_transfer(func: Any) -> bool:
     """Whether ``func`` is an operator of a runtime."""
-    return str(getattr(func, "namespace", "")).startswith(NAMESPACE)
+    return str(getattr(func, "namespace", "")).startswith(TRANSFERS)
 
 
 def _run_transfer(

@@ -25,9 +25,7 @@ from typing import Any
 import torch
 
 from offplan.replay.runtime import ReplayError, Runtime, TransferOps
-
-# What the namespaces' names begin with.
-NAMESPACE = "offplan_"
+from offplan.trace.compilers import TRANSFERS
 
 
 class Operators:
@@ -84,7 +82,7 @@ class Operators:
 def _free_namespace() -> Any:
     for number in itertools.count():
         try:
-            return torch.library.Library(f"{NAMESPACE}{number}", "DEF")
+            return torch.library.Library(f"{TRANSFERS}{number}", "DEF")
         except RuntimeError:
             # Another runtime has it.
             continue

@@ -9,13 +9,16 @@
 4.  Where transfers were inserted, Inductor neither reorders ops to lower the peak, which would move
     releases to their offloads, nor hands the memory of one buffer to another, which a copy may
     still read.  Freeing and allocating instead leaves the peak as it is.
-5.  Before it partitions, Inductor times whether the operands of matrix products had better be
+5.  How Inductor fuses the rest does not depend on them: it goes by how many operations lie between
+    two, and would else fuse less, and other kernels than a trace says.
+6.  Before it partitions, Inductor times whether the operands of matrix products had better be
     padded.  It would make other graphs from run to run, and none without a GPU, so it is only done
     where it is forced (``force_shape_pad``), or where the caller's options say so.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -40,6 +43,8 @@ Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 # A graph and its example inputs to what runs it; it takes its arguments in a list that it empties.
 Lower = Callable[[fx.GraphModule, Sequence[Any]], Callable[[list[Any]], Any]]
 
+# What the names of the operators' namespaces begin with that are transfers in a graph.
+TRANSFERS = "offplan_"
 # As Inductor names itself in its compiled code caches.
 _CACHE_KEY = f"offplan {__version__}".encode()
 
@@ -133,7 +138,7 @@ def _compile_by_inductor(
             "torch._inductor.config.custom_partitioner_fn is set, and offplan partitions by itself",
             fix="unset it, or plan for --compiler aot_eager",
         )
-    # Definition 5.
+    # Definition 6.
     with names.config.patch(
         custom_partitioner_fn=Partitioner(), shape_padding=names.config.force_shape_pad
     ):
@@ -154,6 +159,35 @@ def _aligned_host_inputs(lowering: Any) -> Any:
         return example.device.type == "cpu" or original(example)
 
     return mock.patch.object(lowering, "should_assume_input_aligned", is_aligned)
+
+
+def _fused_as_without(scheduler: Any) -> Any:
+    """Have Inductor number operations, before it fuses them, as if there were no transfers, which
+    stand between the others (definition 5)."""
+    fuse_nodes = scheduler.Scheduler.fuse_nodes
+
+    def renumbered(self: Any, nodes: list[Any]) -> Any:
+        transfers = [node for node in nodes if _is_transfer(node)]
+        orders = sorted(node.min_order for node in transfers)
+        for node in set(nodes).difference(transfers):
+            node.min_order -= bisect_left(orders, node.min_order)
+            node.max_order -= bisect_left(orders, node.max_order)
+        for node in transfers:
+            before = bisect_left(orders, node.min_order)
+            node.min_order += (before + 1) / (len(orders) + 1) - before - 1
+            node.max_order = node.min_order
+        return fuse_nodes(self, nodes)
+
+    return mock.patch.object(scheduler.Scheduler, "fuse_nodes", renumbered)
+
+
+def _is_transfer(node: Any) -> bool:
+    """Whether an operation is a transfer, or takes what one returns."""
+    called = node.node
+    if type(called).__name__ == "MultiOutput":
+        called = called.inputs[0]
+    overload = getattr(called, "op_overload", None)
+    return str(getattr(overload, "namespace", "")).startswith(TRANSFERS)
 
 
 def _refuse_cuda_graphs(names: Any) -> None:
@@ -178,9 +212,10 @@ def _lower(
     if not pair.has_transfers:
         return names.compile_fx_inner(graph, inputs, **options)
     _refuse_cuda_graphs(names)
-    # Definition 4.
+    # Definitions 4 and 5.
     with (
         names.config.patch(reorder_for_peak_memory=False, allow_buffer_reuse=False),
         _aligned_host_inputs(names.graph),
+        _fused_as_without(names.scheduler),
     ):
         return names.compile_fx_inner(graph, inputs, **options)

@@ -7,9 +7,13 @@
     A buffer that is used inside one kernel only is none: the kernel keeps it in registers.  One
     that is written in place of another, which nobody reads any more, is that one.  On the CPU the
     kernels between two calls of a library run as one: what they read is freed after all of them.
-3.  A kernel stands where the first of its parts was lowered: where an op is, or where another needs
+3.  On the GPU a kernel that reduces long rows loops over them, once for each reduction that another
+    needs.  What it makes in one loop and reads in the next is a buffer after all.  One that reduces
+    the same in two orders (weights' gradients of norms) has partial sums of the second in a buffer,
+    which ATen then adds, with memory of its own.
+4.  A kernel stands where the first of its parts was lowered: where an op is, or where another needs
     in memory what it returns.
-4.  With transfers in it, a graph is neither reordered, nor do buffers that are allocated later take
+5.  With transfers in it, a graph is neither reordered, nor do buffers that are allocated later take
     the memory of others (``trace.compilers``); without any, both.
 
 A graph that Inductor cannot lower has no lowering.
@@ -30,10 +34,11 @@ from unittest import mock
 import msgspec
 from torch import fx
 
-from offplan.graph import Buffer, Kernel, Lowering, ValueId
+from offplan.graph import Buffer, Kernel, Lowering, Value, ValueId
 from offplan.trace._torch import inductor, inductor_lowering, unset_fake_temporarily
 from offplan.trace.compilers import Lower
 from offplan.trace.facts import LocalGraph, RegionTemplate, target_name
+from offplan.workspaces import reduction_bytes
 
 logger = logging.getLogger("offplan")
 
@@ -52,6 +57,7 @@ _SETTINGS = {
 
 # Kernels in one call; Inductor ends one after 500 arguments.
 _MOST_TOGETHER = 100
+_FLOAT_BYTES = 4
 
 
 class Lowerings(NamedTuple):
@@ -233,6 +239,12 @@ class _Reader:
         self.op_of = {op.name: place for place, op in enumerate(local.ops)}
         self.places = self._places()
         self.kept = set(lowered.get_output_names())
+        self.partial_bytes: dict[str, int] = {}
+        self.scratch_bytes = {
+            node.get_name(): self._partial_sums(node)
+            for node in self.scheduler.nodes
+            if names.MixOrder is not None and isinstance(node, names.MixOrder)
+        }
         self.inside = set(self._inside())
         self.groups = list(self._groups())
         self.over, self.replaces = self._taken_over()
@@ -368,14 +380,63 @@ class _Reader:
     # --- buffers ----------------------------------------------------------------------------------
 
     def _inside(self) -> Iterator[str]:
-        """Buffers that one kernel makes and alone uses."""
+        """Buffers that one kernel makes and alone uses, in registers."""
         for node in self.scheduler.nodes:
             parts = {part.get_name() for part in node.get_nodes()}
+            across = self._across_loops(node) if len(parts) > 1 else ()
             for buffer in node.get_outputs() if len(parts) > 1 else ():
                 name = buffer.get_name()
                 is_free = self.scheduler.can_buffer_be_removed_through_fusion(name, parts)
-                if is_free and name not in self.kept:
+                if is_free and name not in self.kept and name not in across:
                     yield name
+
+    def _across_loops(self, node: Any) -> Collection[str]:
+        """What the kernel of ``node`` makes in one loop and reads in another (definition 3)."""
+        names, device = self.names, node.get_device()
+        is_loops = type(node) is names.scheduler.FusedSchedulerNode and not node.is_template()
+        if not is_loops or device is None or device.type == "cpu":
+            return ()
+        parts = list(node.get_nodes())
+        _, (count, reduced) = max(parts, key=lambda part: bool(part.is_reduction())).group
+        if reduced == 1:
+            return ()
+        backend = self.scheduler.get_backend(device)
+        backend = getattr(backend, "_triton_scheduling", backend)
+        schedule = backend.generate_node_schedule(parts, count, reduced)
+        features = names.SIMDKernelFeatures(schedule, count, reduced)
+        if names.V.choices.should_use_persistent_reduction(features, False):
+            return ()
+        sizes = features.numel, features.reduction_numel
+        found: Collection[str] = names.MemoryEstimator(features, sizes).must_keep_buffers
+        return found
+
+    def _partial_sums(self, node: Any) -> int:
+        """Note how large the partial sums of a kernel that reduces in two orders are; returns what
+        is allocated beside them (definition 3)."""
+        sizes = self.names.scheduler.MixOrderReduction.get_numel_rnumel(node.node1)
+        rows, columns = map(self._hint, sizes)
+        properties = self.names.DeviceProperties.create(node.get_device())
+        count = -(-rows // self._rows_together(rows, properties.multi_processor_count))
+        sums = [part for part in node.node2.get_nodes() if part.is_reduction()]
+        size_bytes = _FLOAT_BYTES * count * columns
+        partial = Value("tensor", None, "float32", _FLOAT_BYTES, (count, columns), (columns, 1))
+        scratch_bytes = sum(reduction_bytes(partial, {0}, properties.multi_processor_count))
+        if not getattr(sums[0].node, "_split_size", None):
+            return scratch_bytes + size_bytes * len(sums)
+        # What Inductor took for the first of two stages is not run, and the partial sums are there.
+        self.partial_bytes.update((part.get_outputs()[0].get_name(), size_bytes) for part in sums)
+        return scratch_bytes
+
+    def _rows_together(self, rows: int, multiprocessor_count: int) -> int:
+        """Of how many rows Inductor makes one partial sum."""
+        forced = self.names.config.triton.mix_order_reduction_split_size
+        if forced is not None:
+            return int(forced)
+        share = max(1, rows // (8 * multiprocessor_count))
+        return int(min(128, max(16, 1 << (share.bit_length() - 1))))
+
+    def _hint(self, size: Any) -> int:
+        return int(self.lowered.sizevars.optimization_hint(size, fallback=0))
 
     def _root(self, name: str) -> str:
         """The buffer that has the memory of ``name`` (definition 2)."""
@@ -411,9 +472,7 @@ class _Reader:
         if isinstance(node.layout, ir.NoneLayout | ir.MultiOutputLayout):
             return 0
         count = self.lowered.get_allocation_storage_size(node)
-        return int(self.lowered.sizevars.optimization_hint(count, fallback=0)) * int(
-            node.get_dtype().itemsize
-        )
+        return self._hint(count) * int(node.get_dtype().itemsize)
 
     def _add(self, name: str, size_bytes: int, value: ValueId | None) -> int:
         if value in self.claimed:
@@ -462,6 +521,10 @@ class _Reader:
         if all(isinstance(part, ir.MultiOutput) for part in parts):
             return
         makes = [self._made(buffer) for buffer in self._allocated(node)]
+        scratch_bytes = self.scratch_bytes.get(node.get_name())
+        if scratch_bytes:
+            makes.append(len(self.buffers))
+            self.buffers.append(Buffer(scratch_bytes, None))
         used = (self._root(name) for name in node.used_or_aliased_buffer_names())
         reads = {self.numbers[name] for name in used if name in self.numbers} - set(makes)
         if isinstance(node, self.names.NopKernel) and not makes:
@@ -526,4 +589,5 @@ class _Reader:
 
     def _made(self, buffer: Any) -> int:
         name, node = buffer.get_name(), buffer.node
-        return self._add(name, self._size_bytes(node), self._value(name, node))
+        size_bytes = self.partial_bytes.get(name, self._size_bytes(node))
+        return self._add(name, size_bytes, self._value(name, node))
