@@ -173,8 +173,9 @@ def measure(options: argparse.Namespace, keep: Keep) -> dict[str, Any]:
             groups = models.setdefault(name, {}).setdefault(part, [])
             done = {arm for group in groups for arm in _seen(group)}
             left = [arm for arm in _arms(name, part) if options.again or arm not in done]
-            starts = range(0, len(left), GROUP)
-            asked += [(name, part, tuple(left[start : start + GROUP])) for start in starts]
+            size = options.group
+            starts = range(0, len(left), size)
+            asked += [(name, part, tuple(left[start : start + size])) for start in starts]
     with ThreadPoolExecutor(options.jobs) as pool:
         wanting = dict.fromkeys(name for name, part, _ in asked if part in PLANNED)
         planning = {name: pool.submit(_plan, options, name) for name in wanting}
@@ -407,6 +408,7 @@ def parse() -> argparse.Namespace:
             command.add_argument("--part", choices=PARTS, help="measure only this")
             command.add_argument("--again", action="store_true", help="measure what is there, too")
             command.add_argument("--jobs", type=int, default=1, help="groups at a time")
+            command.add_argument("--group", type=int, default=GROUP, help="arms of a group")
     hidden = commands.add_parser("child")
     hidden.add_argument("--what", choices=("make", *PARTS), required=True)
     hidden.add_argument("--device", default="cuda")
