@@ -669,8 +669,10 @@ def _deepspeed_steps(
     stack: ExitStack,
 ) -> dict[str, Any]:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    # Its op is built as it is first used; of the compilers, only minor versions differ.
-    built = {"DS_SKIP_CUDA_CHECK": "1", "MAX_JOBS": "8"}
+    # Its op is built as it is first used; of the compilers, only minor versions differ.  It reads
+    # numbers alone in the list of architectures, where others may say "9.0a".
+    architecture = ".".join(map(str, torch.cuda.get_device_capability()))
+    built = {"DS_SKIP_CUDA_CHECK": "1", "MAX_JOBS": "8", "TORCH_CUDA_ARCH_LIST": architecture}
     os.environ.update({**alone, **built, "MASTER_PORT": str(_free_port())})
     import deepspeed
 

@@ -399,49 +399,99 @@ def _times(share: float | None) -> str:
     return " " * 5 if share is None else f"{share:5.2f}"
 
 
-# --- for the README -------------------------------------------------------------------------------
+# --- for people to read ---------------------------------------------------------------------------
+
+# Columns of offplan: what the names of its arms begin with.
+_OURS = {
+    "hooks": "offplan hooks",
+    "AOT graphs": "offplan AOT",
+    "Inductor": "offplan Inductor",
+}
 
 
 def as_markdown(models: Models) -> str:
-    """A row for each model, a column for each family of peers: offplan's step over the peer's.
+    """A row for each family of peers and model, with offplan's fastest arms within that peak.
 
-    Of a family that has several arms, the one that does best against offplan.
+    Of a family, the arm that offplan does worst against.  Steps are over that of the model's
+    Inductor without offload; the fastest of a row is bold.
     """
-    fought = {name: matches(name, found["arms"]) for name, found in models.items()}
-    peers = [match.peer for found in fought.values() for match in found]
-    names = [family for family in FAMILIES if any(peer.startswith(family) for peer in peers)]
-    heads = ["model", "Inductor", "offplan's lowest", *(FAMILIES[name] for name in names)]
-    lines = ["| " + " | ".join(heads) + " |", "|---" + "|---:" * (len(heads) - 1) + "|"]
+    heads = ["model", "way", "peak", "step", *(f"offplan, {name}" for name in _OURS)]
+    lines = ["| " + " | ".join(heads) + " |", "|---|---" + "|---:" * (len(heads) - 2) + "|"]
     for model, found in models.items():
         arms = found["arms"]
-        cells = [model, _cell(arms.get(BASELINES["inductor"])), _cell(_lowest(arms))]
-        cells += [_markdown_match(fought[model], family) for family in names]
-        lines.append("| " + " | ".join(cells) + " |")
+        base = arms.get(BASELINES["inductor"])
+        if base is None:
+            continue
+        first = f"{model}: {base['peak_allocated_bytes'] / 1e9:.1f} GB, {base['step_ms']:.0f} ms"
+        for family, head in FAMILIES.items():
+            duels = [_duel(arm, arms, base) for arm in _family(family, arms)]
+            if duels:
+                lines.append(
+                    "| " + " | ".join([first, *_cells(max(duels, key=_worst), head)]) + " |"
+                )
+                first = ""
+        floors = [_floor(start, arms, base) for start in _OURS.values()]
+        lines.append("| " + " | ".join([first, "lowest of offplan", "", "", *floors]) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _lowest(arms: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    ours = [arm for arm in arms.values() if is_ours(arm) and arm["engine"] == "inductor"]
-    return min(ours, key=lambda arm: arm["peak_allocated_bytes"], default=None)
+@dataclass(frozen=True)
+class _Duel:
+    """A peer's step, and of each column of offplan's the fastest within its peak, if any."""
+
+    peak_bytes: int
+    step: float
+    ours: tuple[float | None, ...]
 
 
-def _cell(arm: Mapping[str, Any] | None) -> str:
-    if arm is None:
+def _family(start: str, arms: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [arm for name, arm in arms.items() if name.startswith(start) and not is_baseline(arm)]
+
+
+def step_over(arm: Mapping[str, Any], base: Mapping[str, Any]) -> float:
+    """The step over Inductor's: as its own process has it, or else of two processes."""
+    return over(arm) if arm["engine"] == "inductor" else float(arm["step_ms"] / base["step_ms"])
+
+
+def _duel(
+    peer: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]], base: Mapping[str, Any]
+) -> _Duel:
+    peak_bytes = (1 + SAME_PEAK) * _peak_for_ours(peer, arms)
+    ours = (
+        [
+            step_over(arm, base)
+            for arm in _family(start, arms)
+            if arm["peak_allocated_bytes"] <= peak_bytes
+        ]
+        for start in _OURS.values()
+    )
+    return _Duel(
+        int(peer["peak_allocated_bytes"]),
+        step_over(peer, base),
+        tuple(min(found, default=None) for found in ours),
+    )
+
+
+def _worst(duel: _Duel) -> float:
+    best = min((step for step in duel.ours if step is not None), default=float("inf"))
+    return best / duel.step
+
+
+def _cells(duel: _Duel, head: str) -> Iterator[str]:
+    yield head
+    yield f"{duel.peak_bytes / 1e9:.1f} GB"
+    steps = [duel.step, *duel.ours]
+    least = min(step for step in steps if step is not None)
+    for step in steps:
+        text = "-" if step is None else f"{step:.2f}"
+        yield f"**{text}**" if step == least else text
+
+
+def _floor(start: str, arms: Mapping[str, Mapping[str, Any]], base: Mapping[str, Any]) -> str:
+    found = min(_family(start, arms), key=lambda a: a["peak_allocated_bytes"], default=None)
+    if found is None:
         return ""
-    return f"{arm['peak_allocated_bytes'] / 1e9:.1f} GB, {arm['step_ms']:.0f} ms"
-
-
-def _markdown_match(fought: Sequence[Match], family: str) -> str:
-    found = [match for match in fought if match.peer.startswith(family)]
-    if not found:
-        return ""
-    # Where only the peer gets there, it does best.
-    best = max(found, key=lambda m: float("inf") if m.ratio is None else m.ratio)
-    peak = f"{best.peak_bytes / 1e9:.1f} GB"
-    if best.ratio is None:
-        return f"**peer only** at {peak}"
-    times = f"{best.ratio:.2f}"
-    return f"{f'**{times}**' if best.ratio > 1 + SAME_STEP else times} at {peak}"
+    return f"{step_over(found, base):.2f} at {found['peak_allocated_bytes'] / 1e9:.1f} GB"
 
 
 # --- for the plot ---------------------------------------------------------------------------------
@@ -470,9 +520,7 @@ def points(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, list[tuple[float,
         return {}
     found: dict[str, list[tuple[float, float]]] = {}
     for arm in arms.values():
-        # A step under a compiler as its own process has it; others as they are.
-        step = over(arm) if arm["engine"] == "inductor" else arm["step_ms"] / base["step_ms"]
-        point = (arm["peak_allocated_bytes"] / 1e9, step)
+        point = (arm["peak_allocated_bytes"] / 1e9, step_over(arm, base))
         found.setdefault(_group(arm), []).append(point)
     return {name: sorted(found[name]) for name in GROUPS if name in found}
 

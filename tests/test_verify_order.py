@@ -61,18 +61,19 @@ def test_a_reload_that_is_not_waited_for_is_found(name, device, monkeypatch):
     assert {"loss", "gradient"} & {each.what for each in found.differences}
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["interleaved-qkv", "gaps-are-packed"])
-def test_a_release_that_does_not_wait_for_its_offload_is_found(name, device, monkeypatch):
+def test_a_release_that_does_not_wait_for_its_offload_is_found(name, monkeypatch):
+    """On a GPU it only shows if the memory is used again in time, which a small step does not."""
+
     def let_go(self: Runtime, number: int) -> torch.Tensor:
         return self._sending.pop(number).value
 
     monkeypatch.setattr(Runtime, "let_go", let_go)
-    found = verified(name, device, repeats=5)
+    found = verified(name, repeats=5)
     assert found.outcome == "different"
     assert "slow to the host" in paces(found) or "slow" in paces(found)
     # Nothing is wrong where copies land in time.
-    assert "as they come" not in paces(found) or device == "cuda"
+    assert "as they come" not in paces(found)
 
 
 def test_an_arena_that_is_used_again_before_its_last_reload_is_found(monkeypatch):
