@@ -316,6 +316,27 @@ def test_autocast_is_not_lost_without_a_gpu():
 
 
 @needs_cuda_build
+@pytest.mark.parametrize(
+    ("dtype", "gpu", "is_channels_last"),
+    [
+        ("float32", "t4", True),
+        ("float16", "t4", True),
+        # cuDNN has it from Ampere on, and torch's own kernels have contiguous outputs.
+        ("bfloat16", "t4", False),
+        ("bfloat16", "a100", True),
+        ("bfloat16", "h200", True),
+    ],
+)
+def test_convolutions_have_the_layout_that_the_gpu_gives_them(dtype, gpu, is_channels_last):
+    options = TraceOptions(device="cuda", gpu=gpu)
+    facts = trace(f"{TARGETS}:conv_channels_last", {"dtype": dtype}, options)
+    found = [op.outputs[0] for op in timeline(facts) if op.target == "aten.convolution.default"]
+    strides = [facts.values[value].stride for value in found]
+    assert len(strides) == 2
+    assert all((stride[1] == 1) == is_channels_last for stride in strides), strides
+
+
+@needs_cuda_build
 def test_torch_is_left_as_it_was():
     import torch.nn.init as init
 

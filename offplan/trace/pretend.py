@@ -66,10 +66,32 @@ def _answers(gpu: Gpu) -> Iterator[tuple[Any, str, Any]]:
         yield module, "get_rng_state", lambda device="cuda": rng_state.clone()
         yield module, "set_rng_state", lambda new_state, device="cuda": None
     yield torch.cuda, "default_generators", (_Generator(),)
+    yield torch_c, "_select_conv_backend", _conv_backends(gpu)
     # It would allocate a real byte on the device, to initialize the context for the engine.
     yield fake_tensor_module, "init_gpu_context", lambda *device: None
     # Small constants are also computed for real, which has to happen on the host.
     yield proxy_tensor_module, "unset_fake_temporarily", _unset_fake_on_host
+
+
+def _conv_backends(gpu: Gpu) -> Callable[..., Any]:
+    """What chooses the kernel of a convolution, and with it the layout of its output.
+
+    Without a device cuDNN is taken to have none for bfloat16, which it has from Ampere on: for the
+    rest these go as those of float16 do.
+    """
+    select = torch_c._select_conv_backend
+    if gpu.capability < (8, 0):
+        return select  # type: ignore[no-any-return]
+
+    def as_half(argument: Any) -> Any:
+        is_bf16 = isinstance(argument, torch.Tensor) and argument.dtype == torch.bfloat16
+        return argument.to(torch.float16) if is_bf16 else argument
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        named = {name: as_half(argument) for name, argument in kwargs.items()}
+        return select(*map(as_half, args), **named)
+
+    return answer
 
 
 class _OnHost(TorchDispatchMode):

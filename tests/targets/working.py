@@ -105,10 +105,10 @@ def batch_norm_eval():
     return module, _x()
 
 
-def conv_channels_last():
+def conv_channels_last(dtype: str = "float32"):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
-    x = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
-    return model.to(memory_format=torch.channels_last), (x,)
+    form = {"memory_format": torch.channels_last, "dtype": getattr(torch, dtype)}
+    return model.to(**form), (torch.randn(2, 3, 32, 32).to(**form),)
 
 
 def conv_depthwise_transposed():
