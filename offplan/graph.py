@@ -317,6 +317,12 @@ def _problems(facts: GraphFacts) -> Iterator[str]:
             yield f"storages[{index}] has a negative size"
         if storage.size_bytes > _MOST_BYTES:
             yield f"storages[{index}] is larger than any memory"
+    for index, tensor in enumerate(facts.model):
+        sizes = (tensor.size_bytes, *tensor.shape)
+        if not 0 <= min(sizes) <= max(sizes) <= _MOST_BYTES or (tensor.size_bytes and 0 in sizes):
+            yield f"model[{index}] has a size that no tensor has"
+        if not tensor.names:
+            yield f"model[{index}] has no name"
     for index, value in enumerate(facts.values):
         yield from _value_problems(facts, index, value)
     value_count = len(facts.values)
@@ -388,14 +394,17 @@ def _region_problems(facts: GraphFacts, region: Region) -> Iterator[str]:
 
 
 def _order_problems(facts: GraphFacts, graph: Graph) -> Iterator[str]:
-    """Tensors that an op uses before they are there, or makes again."""
+    """Tensors that an op uses before they are there, makes again, or writes to without reading."""
     # Sizes and other values may be there from the beginning.
     made = {number for number, value in enumerate(facts.values) if value.kind != "tensor"}
     others = frozenset(made)
     made.update(item.value for item in graph.inputs)
     for place, op in enumerate(graph.ops):
-        if not made.issuperset(op.inputs) or not made.issuperset(op.mutates):
+        if not made.issuperset(op.inputs):
             yield f"has op {place} ({op.name}) use what is not made before"
+        # Plans go by what ops read and make, and would not see a write to anything else.
+        if not set(op.inputs).issuperset(op.mutates):
+            yield f"has op {place} ({op.name}) write to what is no input of it"
         if not made.isdisjoint(set(op.outputs) - others):
             yield f"has op {place} ({op.name}) make what is there already"
         made.update(op.outputs)
@@ -438,12 +447,35 @@ def _lowering_problems(graph: Graph, lowering: Lowering) -> Iterator[str]:
     used += [buffer.over for buffer in lowering.buffers if buffer.over is not None]
     if used and not 0 <= min(used) <= max(used) < buffer_count:
         yield f"that uses buffers beyond its {buffer_count}"
-    if any(buffer.size_bytes < 0 for buffer in lowering.buffers):
-        yield "with a buffer of negative size"
+        return
+    for number, buffer in enumerate(lowering.buffers):
+        if not 0 <= buffer.size_bytes <= _MOST_BYTES:
+            yield "with a buffer of a size that no memory has"
+        if buffer.over is not None and buffer.over >= number:
+            yield "with a buffer in place of a later one"
+    yield from _kernel_problems(graph, lowering)
     for kernel in lowering.kernels:
+        if not kernel.ops:
+            yield "with a kernel of no ops"
         early = () if kernel.early is None else (kernel.early,)
         if not all(0 <= op < op_count for op in (kernel.at, *early, *kernel.ops)):
             yield f"with a kernel of ops beyond its {op_count}"
+
+
+def _kernel_problems(graph: Graph, lowering: Lowering) -> Iterator[str]:
+    """Buffers that a kernel uses before they are there, or makes again."""
+    there = set(range(len(lowering.buffers)))
+    there.difference_update(number for kernel in lowering.kernels for number in kernel.makes)
+    inputs = {item.value for item in graph.inputs}
+    values = (lowering.buffers[number].value for number in there)
+    if not inputs.issuperset(value for value in values if value is not None):
+        yield "with a buffer that no kernel makes"
+    for kernel in lowering.kernels:
+        if not there.issuperset((*kernel.reads, *kernel.writes)):
+            yield "with a kernel that uses what is not made before"
+        if not there.isdisjoint(kernel.makes) or len(set(kernel.makes)) < len(kernel.makes):
+            yield "with a kernel that makes what is there already"
+        there.update(kernel.makes)
 
 
 def _used_ids(region: Region) -> Iterator[int]:

@@ -40,7 +40,8 @@ SCHEMA_VERSION = 3
 _MAX_FILE_BYTES = 256 * 1024**2
 MEASURED_FILE = FileKind("an offplan measurement", b'{\n  "measured": {\n    "spec": ')
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
+# Bytes, most of them: more than there is memory, and little enough for ratios to be numbers.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**60)]
 Role = Literal["no plan", "plan", "control", "no offload", "hooks"]
 Engine = Literal["compiled", "hooks"]
 # How host memory is made fit for copies (``replay.pinning``).

@@ -393,31 +393,31 @@ def _copied(item: Any) -> Any:
     return item
 
 
-def _places(item: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places_of(item: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Where every value of a document is."""
     yield path
     if isinstance(item, dict):
         for key, value in item.items():
-            yield from _places(value, (*path, key))
+            yield from places_of(value, (*path, key))
     elif isinstance(item, list):
         for place, value in enumerate(item):
-            yield from _places(value, (*path, place))
+            yield from places_of(value, (*path, place))
 
 
-def _at(item: Any, path: tuple[Any, ...]) -> Any:
+def value_at(item: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
         item = item[key]
     return item
 
 
 def _changed(document: Any, choice: Random) -> Any:
-    places = list(_places(document))
+    places = list(places_of(document))
     path = choice.choice(places)
-    old = _at(document, path)
+    old = value_at(document, path)
     new = _other(old, document, places, choice)
     if not path:
         return new
-    parent, key = _at(document, path[:-1]), path[-1]
+    parent, key = value_at(document, path[:-1]), path[-1]
     how = choice.random()
     if how < 0.08:
         del parent[key]
@@ -439,7 +439,7 @@ def _other(old: Any, document: Any, places: list[tuple[Any, ...]], choice: Rando
     if how < 0.3:
         # One of its own kind from elsewhere.
         some = choice.sample(places, min(20, len(places)))
-        found = [_at(document, p) for p in some if type(_at(document, p)) is type(old)]
+        found = [value_at(document, p) for p in some if type(value_at(document, p)) is type(old)]
         if found:
             return _copied(choice.choice(found))
     if isinstance(old, int) and not isinstance(old, bool) and how < 0.7:

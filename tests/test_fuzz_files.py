@@ -15,17 +15,30 @@ from typing import Any
 
 import msgspec
 import pytest
-from fuzz_files import KINDS, Kind, drawn_content, facts_of, outcome, plan_of
+from fused_steps import fused_step
+from fuzz_files import (
+    KINDS,
+    Kind,
+    drawn_content,
+    facts_of,
+    outcome,
+    places_of,
+    plan_of,
+    value_at,
+)
+from test_measured import measurement, predicted_arms
 
 from offplan import files
-from offplan.costs import load_profile
+from offplan.budget import Aim, parse_budget
+from offplan.costs import load_profile, profile_for
 from offplan.doors.torch_log import read_log
 from offplan.dumped import load_dumped
 from offplan.errors import FileFormatError, OffplanError, PlanError, UsageError
-from offplan.graph import load_graph, save_graph
-from offplan.measured import load_measurement
+from offplan.files import parse_yaml
+from offplan.graph import ModelTensor, load_graph, save_graph
+from offplan.measured import dump_measurement, load_measurement
 from offplan.outside import check_target, place_of
-from offplan.plan import Plan, dump_plan, load_plan
+from offplan.plan import Plan, dump_plan, load_plan, make_plan
 
 SEED, COUNT = 4, 120
 BY_NAME = {kind.name: kind for kind in KINDS}
@@ -92,6 +105,11 @@ def test_a_storage_larger_than_any_memory_is_refused(tmp_path: Path, size: int) 
         (lambda d: _first(d)["ops"].append(_first(d)["ops"][0]), "make what is there already"),
         (lambda d: d["regions"][0]["saved"].reverse(), "does not save what its forward returns"),
         (lambda d: d["regions"][0]["backward"]["inputs"].pop(0), "in its backward"),
+        (
+            # The planner would have it copied before that.
+            lambda d: _first(d)["ops"][-1].update(mutates=_first(d)["ops"][0]["outputs"]),
+            "write to what is no input of it in its forward",
+        ),
     ],
 )
 def test_graphs_that_are_no_program_are_refused(
@@ -105,6 +123,71 @@ def test_graphs_that_are_no_program_are_refused(
 
 def _first(document: Any) -> Any:
     return document["regions"][0]["forward"]
+
+
+def _lowering(document: Any) -> Any:
+    return _first(document)["lowering"]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda d: d["kernels"][0].update(ops=[]), "a kernel of no ops"),
+        (lambda d: d["kernels"][0].update(makes=[]), "a buffer that no kernel makes"),
+        (lambda d: d["kernels"].reverse(), "a kernel that uses what is not made before"),
+        (lambda d: d["kernels"].append(d["kernels"][0]), "a kernel that makes what is there"),
+        (lambda d: d["kernels"][0]["makes"].extend(d["kernels"][0]["makes"]), "what is there"),
+        (lambda d: d["buffers"][0].update(size_bytes=-1), "a size that no memory has"),
+        (lambda d: d["buffers"][0].update(size_bytes=10**400), "a size that no memory has"),
+        (lambda d: d["buffers"][0].update(over=1), "a buffer in place of a later one"),
+        (lambda d: d["kernels"][0].update(reads=[99]), "buffers beyond its"),
+    ],
+)
+def test_a_lowering_that_no_compiler_makes_is_refused(
+    tmp_path: Path, change: Callable[[Any], Any], problem: str
+) -> None:
+    document = json.loads(save_graph(fused_step()))
+    change(_lowering(document))
+    content = json.dumps(document).encode()
+    assert problem in refused(load_graph, tmp_path / "made.graph.json", content)
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def full_documents() -> dict[str, Any]:
+    """Files with every number that reports make something of."""
+    aim = Aim(profile=profile_for("h200"))
+    plan = make_plan(facts_of(1), budget=parse_budget("floor"), min_bytes=1, aim=aim)
+    tensor = ModelTensor("parameter", ("w",), "float32", (4, 2), 32)
+    graph = msgspec.structs.replace(fused_step(), model=(tensor,))
+    return {
+        "plan": parse_yaml(dump_plan(plan).decode()),
+        "graph": json.loads(save_graph(graph)),
+        "measured": json.loads(dump_measurement(measurement(*predicted_arms()))),
+    }
+
+
+def numbers(document: Any) -> list[tuple[Any, ...]]:
+    """Where numbers are: of lists, in the last item alone, which nothing passes over."""
+    found: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    for path in places_of(document):
+        if type(value_at(document, path)) in (int, float):
+            found[tuple("" if isinstance(key, int) else key for key in path)] = path
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", ["plan", "graph", "measured"])
+def test_a_number_that_is_zero_or_beyond_all_bounds_is_refused_or_used(name: str) -> None:
+    kind, document = BY_NAME[name], full_documents()[name]
+    assert outcome(kind, kind.dump(document)) == "used"
+    for path in numbers(document):
+        for number in (0, 10**400):
+            changed = json.loads(json.dumps(document))
+            value_at(changed, path[:-1])[path[-1]] = number
+            found = outcome(kind, kind.dump(changed))
+            # Some may well be zero, none as large as that.
+            assert found == "refused" or number == 0, path
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,11 @@ def set_first_value(document: Document, **changes: Any) -> None:
     document["values"][0].update(changes)
 
 
+def add_to_model(document: Document, **changes: Any) -> None:
+    valid = {"kind": "buffer", "names": ["b"], "dtype": "int8", "shape": [2, 2], "size_bytes": 4}
+    document["model"].append(valid | changes)
+
+
 def set_saved(document: Document, **changes: Any) -> None:
     document["regions"][0]["saved"][0].update(changes)
 
@@ -195,6 +200,10 @@ def set_saved(document: Document, **changes: Any) -> None:
         (lambda d: set_first_value(d, item_bytes=0), "no item size"),
         (lambda d: set_first_value(d, offset=1), "past the end of its storage"),
         (lambda d: d["storages"][0].update(size_bytes=-1), r"storages\[0\] has a negative size"),
+        (lambda d: add_to_model(d, size_bytes=-1), r"model\[0\] has a size"),
+        (lambda d: add_to_model(d, size_bytes=10**400), r"model\[0\] has a size"),
+        (lambda d: add_to_model(d, shape=[0, 2]), r"model\[0\] has a size"),
+        (lambda d: add_to_model(d, names=[]), r"model\[0\] has no name"),
         (lambda d: set_saved(d, value=10**6), r"regions\[0\] uses value 1000000"),
         (lambda d: set_saved(d, backward_value=-1), r"regions\[0\] uses value -1"),
         (

@@ -20,7 +20,7 @@ from torch._inductor.graph import GraphLowering
 import offplan
 from offplan.budget import EVERYTHING
 from offplan.fusion import fused, is_fused
-from offplan.graph import Graph, GraphFacts, Kernel, Lowering
+from offplan.graph import Graph, GraphFacts, Kernel, Lowering, decode_graph, save_graph
 from offplan.memory import predict
 from offplan.plan import check_plan, make_plan
 from offplan.trace import lowering
@@ -146,6 +146,8 @@ def test_only_what_is_in_memory_is_a_buffer(device: str) -> None:
     # The sum, the second product, the first one, and the concatenation, which its parts are
     # written into: the values in between are never there.
     assert sizes == [4, HIDDEN_BYTES, HIDDEN_BYTES, 2 * HIDDEN_BYTES]
+    # And what is said of them is consistent.
+    assert decode_graph(save_graph(facts), "made") == facts
     op_by_op = {
         facts.values[value].storage
         for op in forward.ops

@@ -186,6 +186,8 @@ def test_a_measurement_is_read_as_it_was_written(tmp_path):
         (b'{"schema_version": 2, "device": "cpu"}', "schema version 2; this offplan reads 3"),
         (b'{"schema_version": 3, "device": 3}', r"\$.device"),
         (b'{"schema_version": 3}', "missing required field"),
+        (b'{"schema_version": 3, "min_bytes": 1%s}' % (b"0" * 400), r"\$.min_bytes"),
+        (b'{"schema_version": 3, "min_bytes": 1152921504606846977}', r"\$.min_bytes"),
         (b"\xff", "is not an offplan measurement"),
     ],
 )
@@ -425,6 +427,20 @@ def test_without_a_profile_only_bytes_are_predicted():
     text = printed(verified(*map(result, arms)))
     assert "  step            676.0 ms  994.0 ms  +318.0 ms\n" in text
     assert "  predicted             47.85 GB without a plan (measured: +0.10%)\n" in text
+
+
+def test_of_nothing_predicted_no_share_is_said():
+    without, with_plan = predicted_arms()
+    nothing = Expected(
+        peak_allocated_bytes=0, peak_reserved_bytes=0, forward_end_bytes=0, step_ms=0.0
+    )
+    without, with_plan = (
+        msgspec.structs.replace(arm, expected=nothing) for arm in (without, with_plan)
+    )
+    text = printed(verified(result(without), result(with_plan)))
+    assert "  predicted             0 B without a plan, in 0.0 ms\n" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("  peak allocated ")]
+    assert row.split()[-4:] == ["0", "B", "+21.60", "GB"]
 
 
 def test_a_peak_that_is_measured_as_predicted_says_so_on_both_sides():

@@ -24,7 +24,7 @@ from test_measured import measurement, no_plan
 from test_measured import plan as plan_arm
 from typer.testing import CliRunner, Result
 
-from offplan.budget import FLOOR, Aim, Outlooks
+from offplan.budget import FLOOR, Aim, Outlooks, PredictedTime
 from offplan.chart import Chart, chart
 from offplan.cli import app
 from offplan.costs import profile_for
@@ -153,6 +153,16 @@ def test_texts_of_a_model_never_become_markup() -> None:
     assert "<img" not in html
     assert html.count("</script>") == 2
     assert "\u2028" not in html
+
+
+def test_a_peak_or_a_step_of_nothing_has_not_changed_by_a_share_of_it() -> None:
+    predicted = PLANNED.plan.predicted
+    none = PredictedTime(no_plan_us=0, step_us=0, forward_us=0, stalled_us=0, least_us=0)
+    no_plan = msgspec.structs.replace(predicted.no_plan, peak_bytes=0)
+    predicted = msgspec.structs.replace(predicted, no_plan=no_plan, time=none)
+    html = render_page(Page(msgspec.structs.replace(PLANNED.plan, predicted=predicted)))
+    assert "<span>from 0 B</span>" in html
+    assert "<span>from 0.0 ms</span>" in html
 
 
 def test_what_is_embedded_reads_back_as_it_was() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from offplan.budget import (
     Aim,
     CurvePoint,
+    Elsewhere,
     Outlooks,
     Predicted,
     PredictedTime,
@@ -24,7 +25,7 @@ from offplan.memory import PARTS, Conditions, Part, Prediction
 from offplan.plan import Draft, make_plan
 from offplan.report import analyze_report, render_analyze
 from offplan.report.document import to_markdown, to_text
-from offplan.report.peak import Asked, Moved, curve_blocks, predicted_blocks
+from offplan.report.peak import Asked, Moved, curve_blocks, elsewhere_blocks, predicted_blocks
 
 replace = msgspec.structs.replace
 GB = 1000**3
@@ -218,6 +219,13 @@ def test_a_plan_that_hides_every_copy_costs_nothing_and_is_the_best_possible() -
     assert "  step     the best possible for this peak\n" in text
 
 
+def test_a_step_that_takes_no_time_costs_nothing() -> None:
+    none = PredictedTime(no_plan_us=0, step_us=0, forward_us=0, stalled_us=0, least_us=0)
+    text = text_of(replace(PREDICTED, time=none), Asked(30 * GB, "30GB"), MOVED)
+    assert "  plan     offloads 23 storages, at no cost; 1.87 GB under the budget\n" in text
+    assert "  step     the best possible for this peak\n" in text
+
+
 def test_what_never_comes_back_is_counted() -> None:
     text = text_of(PREDICTED, Asked(30 * GB, "30GB"), MOVED._replace(never_reloaded=2))
     assert "2 of them never come back: the backward reads nothing on them" in in_one_line(text)
@@ -303,6 +311,15 @@ def test_without_a_profile_the_curve_has_bytes_only() -> None:
     text = to_text(curve_blocks(points), 80)
     assert text.splitlines()[1].split() == ["peak", "budget", "moved"]
     assert "█" not in text
+
+
+def test_of_a_step_that_takes_no_time_no_cost_is_said() -> None:
+    points = [replace(each, step_ms=0.0, least_ms=0.0) for each in POINTS]
+    rows = to_text(curve_blocks(points), 80).splitlines()
+    assert rows[1].split() == ["peak", "budget", "moved", "step", "cost", "step", "time"]
+    assert rows[-1].split() == ["21.60", "GB", "floor", "26.30", "GB", "0.0", "ms"]
+    _, table = elsewhere_blocks([Elsewhere("slow", 0.0, 0.0, 0, 0)])
+    assert table.rows == (("slow", "0.0 ms", "0.0 ms", "", "0 B", "0 B"),)
 
 
 def test_a_curve_of_one_point_is_none() -> None:

@@ -7,6 +7,7 @@ import statistics
 from itertools import pairwise
 from random import Random
 
+import msgspec
 import pytest
 from exact import least_step
 from facts_builder import (
@@ -26,7 +27,7 @@ from planned_steps import moves_of, planner_of, random_costs, random_step
 from offplan import memory
 from offplan.errors import BudgetError
 from offplan.footprint import Footprint
-from offplan.graph import GraphFacts, StorageId, ValueId, timeline
+from offplan.graph import GraphFacts, Op, StorageId, ValueId, timeline
 from offplan.memory import Timeline
 from offplan.plan import check_plan, make_plan
 from offplan.planner import Costs, Planned, Planner
@@ -414,6 +415,42 @@ def test_copies_lie_between_the_last_use_and_the_first_need(facts: GraphFacts, s
                 assert transfer.reload_at is None
             else:
                 assert span.backward <= (transfer.reload_at or 0) <= transfer.needed_by
+
+
+def with_writes(facts: GraphFacts, choice: Random) -> GraphFacts:
+    """``facts`` with ops of forwards that write to what was made before."""
+    regions = []
+    for region in facts.regions:
+        ops: list[Op] = []
+        for op in region.forward.ops:
+            made = [value for before in ops for value in before.outputs]
+            if made and choice.random() < 0.5:
+                written = choice.choice(made)
+                inputs = tuple(dict.fromkeys((*op.inputs, written)))
+                op = msgspec.structs.replace(op, inputs=inputs, mutates=(written,))
+            ops.append(op)
+        forward = msgspec.structs.replace(region.forward, ops=tuple(ops))
+        regions.append(msgspec.structs.replace(region, forward=forward))
+    return msgspec.structs.replace(facts, regions=tuple(regions))
+
+
+@settings(DRAWN, max_examples=40)
+@given(st.integers(0, 2**32))
+def test_what_is_written_to_leaves_with_what_was_written(seed: int) -> None:
+    choice = Random(seed)
+    facts = with_writes(random_step(choice, regions=choice.randint(1, 3)), choice)
+    writes = [
+        (place, facts.values[value].storage)
+        for place, op in enumerate(timeline(facts))
+        for value in op.mutates
+    ]
+    least = make_plan(facts, min_bytes=1, budget=0).predicted.floor_bytes
+    for budget in (0, least):
+        plan = make_plan(facts, min_bytes=1, budget=budget)
+        check_plan(facts, plan)
+        for transfer in plan.transfers:
+            places = [place for place, storage in writes if storage == transfer.storage]
+            assert transfer.offload_after >= max(places, default=0)
 
 
 @settings(DRAWN, max_examples=60)

@@ -62,6 +62,11 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
+def change(new: float, old: float) -> float | None:
+    """By which share of ``old`` the ``new`` is more; None where ``old`` is nothing."""
+    return new / old - 1 if old else None
+
+
 # --- text -----------------------------------------------------------------------------------------
 
 

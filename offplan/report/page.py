@@ -26,7 +26,7 @@ from offplan.errors import PlanError
 from offplan.measured import Arm, Measurement
 from offplan.memory import Prediction
 from offplan.plan import Plan, analyze_command
-from offplan.report.document import Block, Heading, Paragraph, Table, counted
+from offplan.report.document import Block, Heading, Paragraph, Table, change, counted
 from offplan.report.embed import Drawn, embedded
 from offplan.report.html import escaped, to_html
 from offplan.report.peak import Asked, Moved, budget_words, curve_blocks, predicted_blocks
@@ -148,8 +148,7 @@ def _tiles(page: Page) -> Iterator[str]:
     if _moved(plan).nothing:
         yield _tile("Predicted peak", format_size(before), "nothing is moved or computed again")
     else:
-        change = f"from {format_size(before)}, {_percent(after / before - 1)}"
-        yield _tile("Predicted peak", format_size(after), change)
+        yield _tile("Predicted peak", format_size(after), _from(format_size(before), after, before))
     if plan.budget:
         left = plan.budget - after
         room = f"{format_size(left)} below it" if left >= 0 else f"{format_size(-left)} over it"
@@ -173,20 +172,24 @@ def _tiles(page: Page) -> Iterator[str]:
 def _step_tile(time: PredictedTime, moved: Moved) -> str:
     if moved.nothing:
         return _tile("Predicted step", f"{time.no_plan_ms:,.1f} ms", "")
-    change = _percent(time.step_ms / time.no_plan_ms - 1) if time.no_plan_ms else ""
-    return _tile(
-        "Predicted step", f"{time.step_ms:,.1f} ms", f"from {time.no_plan_ms:,.1f} ms, {change}"
-    )
+    note = _from(f"{time.no_plan_ms:,.1f} ms", time.step_ms, time.no_plan_ms)
+    return _tile("Predicted step", f"{time.step_ms:,.1f} ms", note)
 
 
 def _measured_tile(arm: Arm) -> str:
     if not arm.completed:
         return _tile("Measured peak", "out of memory", "")
-    off = ""
-    if arm.expected is not None and arm.expected.peak_allocated_bytes:
-        share = arm.peak_allocated_bytes / arm.expected.peak_allocated_bytes - 1
+    off, predicted = "", _expected(arm)
+    share = None if predicted is None else change(arm.peak_allocated_bytes, predicted)
+    if share is not None:
         off = f"{_percent(share, 2)} from predicted" if share else "as predicted"
     return _tile("Measured peak", format_size(arm.peak_allocated_bytes), off)
+
+
+def _from(said: str, after: float, before: float) -> str:
+    """What ``before``, which ``said`` says, has changed by."""
+    share = change(after, before)
+    return f"from {said}" if share is None else f"from {said}, {_percent(share)}"
 
 
 def _tile(name: str, value: str, note: str) -> str:
@@ -370,7 +373,8 @@ def _error(predicted: float | None, measured: float) -> str:
         return ""
     if predicted == measured:
         return "none"
-    return _percent(measured / predicted - 1, 2) if predicted else ""
+    share = change(measured, predicted)
+    return "" if share is None else _percent(share, 2)
 
 
 def _verified(measured: Measurement) -> str:

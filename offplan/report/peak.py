@@ -18,7 +18,16 @@ from typing import NamedTuple
 
 from offplan.budget import CurvePoint, Elsewhere, JointPoint, Predicted, PredictedTime
 from offplan.memory import PARTS, LargeStorage, Prediction
-from offplan.report.document import Block, Heading, Item, Listing, Paragraph, Table, counted
+from offplan.report.document import (
+    Block,
+    Heading,
+    Item,
+    Listing,
+    Paragraph,
+    Table,
+    change,
+    counted,
+)
 from offplan.units import format_size
 
 # Sizes that print as they are typed.
@@ -67,7 +76,7 @@ def curve_blocks(curve: Sequence[CurvePoint]) -> Iterator[Block]:
         return
     yield Heading("What each budget would cost")
     top = curve[0]
-    longest = max(point.step_ms or 0.0 for point in curve)
+    longest = max(point.step_ms or 0.0 for point in curve) or 1.0
     rows = []
     for point in curve:
         row = [
@@ -75,9 +84,9 @@ def curve_blocks(curve: Sequence[CurvePoint]) -> Iterator[Block]:
             point.name or f"{-(-100 * point.peak_bytes // top.peak_bytes)}%",
             format_size(point.moved_bytes),
         ]
-        if point.step_ms is not None and top.step_ms:
+        if point.step_ms is not None and top.step_ms is not None:
             bar = _BAR * round(_BAR_WIDTH * point.step_ms / longest)
-            row += [f"{point.step_ms:,.1f} ms", _share(point.step_ms / top.step_ms - 1), bar]
+            row += [f"{point.step_ms:,.1f} ms", _share(change(point.step_ms, top.step_ms)), bar]
         rows.append(tuple(row))
     columns: tuple[str, ...] = ("peak", "budget", "moved")
     if top.step_ms is not None:
@@ -115,7 +124,7 @@ def elsewhere_blocks(found: Sequence[Elsewhere]) -> Iterator[Block]:
             each.name,
             f"{each.no_plan_ms:,.1f} ms",
             f"{each.step_ms:,.1f} ms",
-            _share(each.step_ms / each.no_plan_ms - 1),
+            _share(change(each.step_ms, each.no_plan_ms)),
             format_size(each.moved_bytes),
             format_size(each.recomputed_bytes),
         )
@@ -255,7 +264,7 @@ def _answer(predicted: Predicted, asked: Asked, moved: Moved) -> str:
     done = [f"{action} {counted(count, 'storage')}" for action, count in actions if count]
     said = " and ".join(done)
     if predicted.time is not None:
-        cost = predicted.time.step_ms / predicted.time.no_plan_ms - 1
+        cost = change(predicted.time.step_ms, predicted.time.no_plan_ms) or 0.0
         said += f", which costs {_share(cost)} of the step" if cost >= 5e-4 else ", at no cost"
     if limit == 0:
         said += "; --budget floor moves only what lowers the peak"
@@ -265,7 +274,7 @@ def _answer(predicted: Predicted, asked: Asked, moved: Moved) -> str:
 
 
 def _time(time: PredictedTime) -> str:
-    gap = time.step_ms / time.least_ms - 1 if time.least_ms else 0.0
+    gap = change(time.step_ms, time.least_ms) or 0.0
     said = "the best possible for this peak"
     if gap >= 5e-4:
         said = f"at most {_share(gap)} over {said} ({time.least_ms:,.1f} ms)"
@@ -280,8 +289,8 @@ def _floor(predicted: Predicted) -> str:
     return f"{format_size(predicted.floor_bytes)} is the least peak (--budget floor)"
 
 
-def _share(value: float) -> str:
-    return f"{value:.1%}"
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
 
 
 def _where(found: Prediction) -> str:

@@ -25,7 +25,15 @@ from offplan.measured import (
     Planned,
     Verification,
 )
-from offplan.report.document import Block, Heading, Paragraph, Table, counted, render_blocks
+from offplan.report.document import (
+    Block,
+    Heading,
+    Paragraph,
+    Table,
+    change,
+    counted,
+    render_blocks,
+)
 from offplan.report.peak import Asked, budget_words
 from offplan.units import format_binary, format_size
 
@@ -309,12 +317,14 @@ def _without(arm: Arm, expected: Expected) -> str:
     """What was predicted of the arm without a plan, and how far that was off."""
     said = f"{format_size(expected.peak_allocated_bytes)} without a plan"
     if arm.completed:
-        off = arm.peak_allocated_bytes / expected.peak_allocated_bytes - 1
-        said += f" (measured: {off:+.2%})" if off else " (as measured)"
+        off = change(arm.peak_allocated_bytes, expected.peak_allocated_bytes)
+        if off is not None:
+            said += f" (measured: {off:+.2%})" if off else " (as measured)"
     if expected.step_ms is not None:
         said += f", in {expected.step_ms:,.1f} ms"
-        if arm.completed:
-            said += f" (measured: {arm.step_ms / expected.step_ms - 1:+.1%})"
+        off = change(arm.step_ms, expected.step_ms) if arm.completed else None
+        if off is not None:
+            said += f" (measured: {off:+.1%})"
     return said
 
 
