@@ -327,15 +327,15 @@ def _problems(facts: GraphFacts) -> Iterator[str]:
         yield from _value_problems(facts, index, value)
     value_count = len(facts.values)
     for region_index, region in enumerate(facts.regions):
-        for graph in filter(None, (region.forward, region.backward)):
-            for lowering in _lowerings(graph):
-                for problem in _lowering_problems(graph, lowering):
-                    yield f"regions[{region_index}] has a lowering {problem}"
         used = [*_used_ids(region)]
         missing = [value for value in used if not 0 <= value < value_count]
         if missing:
             yield f"regions[{region_index}] uses value {missing[0]}, of {value_count}"
             return
+        for graph in filter(None, (region.forward, region.backward)):
+            for lowering in _lowerings(graph):
+                for problem in _lowering_problems(facts, graph, lowering):
+                    yield f"regions[{region_index}] has a lowering {problem}"
         for problem in _region_problems(facts, region):
             yield f"regions[{region_index}] {problem}"
     yield from _allocation_problems(facts)
@@ -434,7 +434,7 @@ def _lowerings(graph: Graph) -> Iterator[Lowering]:
     yield from filter(None, (graph.lowering, graph.lowering_alone))
 
 
-def _lowering_problems(graph: Graph, lowering: Lowering) -> Iterator[str]:
+def _lowering_problems(facts: GraphFacts, graph: Graph, lowering: Lowering) -> Iterator[str]:
     buffer_count, op_count = len(lowering.buffers), len(graph.ops)
     if len(lowering.outputs) != len(graph.outputs):
         yield f"with {len(lowering.outputs)} outputs, of {len(graph.outputs)}"
@@ -453,7 +453,7 @@ def _lowering_problems(graph: Graph, lowering: Lowering) -> Iterator[str]:
             yield "with a buffer of a size that no memory has"
         if buffer.over is not None and buffer.over >= number:
             yield "with a buffer in place of a later one"
-    yield from _kernel_problems(graph, lowering)
+    yield from _kernel_problems(facts, graph, lowering)
     for kernel in lowering.kernels:
         if not kernel.ops:
             yield "with a kernel of no ops"
@@ -462,13 +462,15 @@ def _lowering_problems(graph: Graph, lowering: Lowering) -> Iterator[str]:
             yield f"with a kernel of ops beyond its {op_count}"
 
 
-def _kernel_problems(graph: Graph, lowering: Lowering) -> Iterator[str]:
-    """Buffers that a kernel uses before they are there, or makes again."""
+def _kernel_problems(facts: GraphFacts, graph: Graph, lowering: Lowering) -> Iterator[str]:
+    """Buffers that are used before they are there, or made again."""
     there = set(range(len(lowering.buffers)))
     there.difference_update(number for kernel in lowering.kernels for number in kernel.makes)
-    inputs = {item.value for item in graph.inputs}
-    values = (lowering.buffers[number].value for number in there)
-    if not inputs.issuperset(value for value in values if value is not None):
+    used = {number for kernel in lowering.kernels for number in (*kernel.reads, *kernel.writes)}
+    used.update(number for number in lowering.outputs if number is not None)
+    given = {facts.values[item.value].storage for item in graph.inputs}
+    values = (lowering.buffers[number].value for number in used & there)
+    if not given.issuperset(facts.values[value].storage for value in values if value is not None):
         yield "with a buffer that no kernel makes"
     for kernel in lowering.kernels:
         if not there.issuperset((*kernel.reads, *kernel.writes)):
