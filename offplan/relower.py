@@ -282,7 +282,7 @@ class _Region:
         assert self.after.backward is not None
         ops = self.after.backward.ops
         number_of = _numbers(found.buffers, self.new_storage)
-        read = {number for kernel in found.kernels for number in kernel.reads}
+        read = {number for kernel in found.kernels for number in (*kernel.reads, *kernel.writes)}
         read |= {number for number in found.outputs if number is not None}
         makes: dict[int, None] = {}
         for place in places:
@@ -312,10 +312,9 @@ class _Region:
         is computed to, which is now computed again of the other.  The other gets its own kernel.
         """
         while True:
-            order = _ordered(found.kernels)
-            waiting = [each for each in order if isinstance(each, tuple)]
+            order, waiting = _ordered(found.kernels)
             if not waiting:
-                found.kernels = [found.kernels[place] for place in order]  # type: ignore[index]
+                found.kernels = [found.kernels[place] for place in order]
                 return
             for place, number in waiting:
                 kernel = found.kernels[place]
@@ -323,11 +322,9 @@ class _Region:
                     found.kernels[place : place + 1] = self._apart(found, kernel, number)
                     break
             else:
-                # Reads that are guessed too widely.
-                place, number = waiting[0]
-                for user, kernel in enumerate(found.kernels):
-                    reads = tuple(each for each in kernel.reads if each != number)
-                    found.kernels[user] = msgspec.structs.replace(kernel, reads=reads)
+                # Reads, or writes, that are guessed too widely.
+                _, number = waiting[0]
+                found.kernels = [_not_using(kernel, number) for kernel in found.kernels]
 
     def _apart(self, found: _Kernels, kernel: Kernel, number: int) -> tuple[Kernel, Kernel]:
         """What makes the buffer ``number``, and what of ``kernel`` makes all else and reads it."""
@@ -462,11 +459,19 @@ def _needed(kernels: Sequence[Kernel], outputs: Sequence[int | None]) -> list[Ke
     return kept[::-1]
 
 
-def _ordered(kernels: Sequence[Kernel]) -> list[int] | list[tuple[int, int]]:
-    """The places of ``kernels`` in their order, but each after those that make what it uses.
+def _not_using(kernel: Kernel, number: int) -> Kernel:
+    """``kernel`` without the buffer ``number`` among those that it reads or writes to."""
+    reads, writes = (
+        tuple(each for each in numbers if each != number)
+        for numbers in (kernel.reads, kernel.writes)
+    )
+    return msgspec.structs.replace(kernel, reads=reads, writes=writes)
 
-    Where some wait for each other, those instead, each with what the one before it waits for.
-    """
+
+def _ordered(kernels: Sequence[Kernel]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The places of ``kernels`` in their order, but each after those that make what it uses; and
+    of kernels that wait for each other, if any do, the places, each with the buffer that it makes
+    and another of them waits for."""
     makers = {number: place for place, kernel in enumerate(kernels) for number in kernel.makes}
     placed: dict[int, None] = {}
     for first in range(len(kernels)):
@@ -487,7 +492,7 @@ def _ordered(kernels: Sequence[Kernel]) -> list[int] | list[tuple[int, int]]:
                 waits.popitem()
             elif makers[need] in waits:
                 cycle = [*waits][[*waits].index(makers[need]) :]
-                return [(cycle[0], need), *((each, waits[each]) for each in cycle[1:])]
+                return [*placed], [(cycle[0], need), *((each, waits[each]) for each in cycle[1:])]
             else:
                 waits[makers[need]] = need
-    return [*placed]
+    return [*placed], []

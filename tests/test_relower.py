@@ -188,6 +188,29 @@ def test_kernels_that_would_wait_for_each_other_are_taken_apart() -> None:
     check(facts, found, [Choice(0, (FUSED_OPS.index("p"), FUSED_OPS.index("q")))])
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_kernel_that_cannot_be_taken_apart_waits_for_nothing(writes: bool) -> None:
+    """The same, of a call: what it is guessed to use is given up, and the order is found."""
+    facts = fused_step(crossed=True)
+    (region,) = facts.regions
+    lowering = lowering_of(region.backward)
+    (place,) = (n for n, kernel in enumerate(lowering.kernels) if len(kernel.makes) > 1)
+    kernel = lowering.kernels[place]
+    *reads, e = kernel.reads
+    called = replace(kernel, call="extern", reads=tuple(reads), writes=(e,))
+    if not writes:
+        called = replace(kernel, call="extern")
+    kernels_now = (*lowering.kernels[:place], called, *lowering.kernels[place + 1 :])
+    assert region.backward is not None
+    backward = replace(region.backward, lowering=replace(lowering, kernels=kernels_now))
+    found = again(replace(facts, regions=(replace(region, backward=backward),)), "p", "q")
+    # What is only written to is not computed again for that.
+    q = [] if writes else [["q"]]
+    assert kernels(found.regions[0].backward) == [
+        ["q_a"], ["p", "p_a"], *q, ["q_b"], ["h_a"], ["h_b"], ["g_a", "g_b"],
+    ]  # fmt: skip
+
+
 def test_what_a_choice_undoes_is_saved_again() -> None:
     facts = fused_step()
     found = again(facts, "p")
