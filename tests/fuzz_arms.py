@@ -399,11 +399,11 @@ def outcome(program: Program, choice: Random, door: Callable[[Program], OpenDoor
 def _reads_what_changed(facts: GraphFacts) -> bool:
     """Whether torch's own partitioner has the backward compute again from what the step has written
     to: a plan that says so is refused, whether or not it shows in the gradients."""
-    return any(
-        Refusals(facts, number)(place) not in (None, "it draws random numbers")
-        for number, again in enumerate(chosen(facts))
-        for place in again.ops
-    )
+    for number, again in enumerate(chosen(facts)):
+        refusals = Refusals(facts, number)
+        if any(refusals(place) not in (None, "it draws random numbers") for place in again.ops):
+            return True
+    return False
 
 
 def _replayed(
