@@ -248,10 +248,14 @@ def _peak_for_ours(peer: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]
     return int(base["peak_allocated_bytes"]) - lowered
 
 
+def _within(arms: Iterable[Mapping[str, Any]], peak_bytes: int) -> list[Mapping[str, Any]]:
+    return [a for a in arms if a["peak_allocated_bytes"] <= (1 + SAME_PEAK) * peak_bytes]
+
+
 def _match(
     model: str, peer: Mapping[str, Any], ours: Sequence[Mapping[str, Any]], peak_bytes: int
 ) -> Match:
-    within = [a for a in ours if a["peak_allocated_bytes"] <= (1 + SAME_PEAK) * peak_bytes]
+    within = _within(ours, peak_bytes)
     # Where offplan has to do nothing, it does nothing: the baseline is its arm too.
     best = min(within, key=over, default=None)
     return Match(
@@ -456,13 +460,9 @@ def step_over(arm: Mapping[str, Any], base: Mapping[str, Any]) -> float:
 def _duel(
     peer: Mapping[str, Any], arms: Mapping[str, Mapping[str, Any]], base: Mapping[str, Any]
 ) -> _Duel:
-    peak_bytes = (1 + SAME_PEAK) * _peak_for_ours(peer, arms)
+    peak_bytes = _peak_for_ours(peer, arms)
     ours = (
-        [
-            step_over(arm, base)
-            for arm in _family(start, arms)
-            if arm["peak_allocated_bytes"] <= peak_bytes
-        ]
+        [step_over(arm, base) for arm in _within(_family(start, arms), peak_bytes)]
         for start in _OURS.values()
     )
     return _Duel(
