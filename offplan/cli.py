@@ -25,7 +25,6 @@ from offplan.commands.report import report
 from offplan.commands.run import run
 from offplan.commands.sweep import sweep
 from offplan.commands.verify import verify
-from offplan.options import end_when_asked
 
 # What each command's help ends with.
 EXAMPLES = {
@@ -91,12 +90,6 @@ for command in (analyze, sweep, explain, diff, gate, run, verify, report, device
     # As they stand: help would make one paragraph of them.
     shown = "\n".join(("\b", "Examples:", *(f"  {line}" for line in EXAMPLES[command.__name__])))
     app.command(epilog=shown)(command)
-
-
-def main() -> None:
-    """Entry point of the ``offplan`` command."""
-    end_when_asked()
-    app()
 
 
 def _version(show: bool) -> None:

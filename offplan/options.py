@@ -11,7 +11,6 @@ import inspect
 import logging
 import os
 import shutil
-import signal
 import sys
 import traceback
 import typing
@@ -25,6 +24,7 @@ import typer
 from offplan.budget import Action, Budget, parse_budget
 from offplan.costs import DeviceProfile, find_profile
 from offplan.eligibility import DEFAULT_MIN_BYTES, DEFAULT_RULES
+from offplan.ended import Ended, hear
 from offplan.errors import OffplanError, UsageError
 from offplan.plan import ACTIONS, given_actions
 from offplan.units import format_binary
@@ -55,6 +55,7 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
         show_traceback = bool(kwargs.pop("traceback_", False))
         quiet, verbose = bool(kwargs.pop("quiet", False)), bool(kwargs.pop("verbose", False))
         try:
+            hear()
             if quiet and verbose:
                 raise UsageError("--quiet and --verbose are opposites", fix="give one of them")
             with _less_said() if quiet else _more_said() if verbose else nullcontext():
@@ -63,8 +64,8 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
             raise
         except OffplanError as error:
             _fail(str(error), error.exit_code, show_traceback)
-        except Terminated as error:
-            _fail(f"ended by {error.signal.name}", 128 + error.signal, show_traceback)
+        except Ended as error:
+            _fail(str(error), error.exit_code, show_traceback)
         except KeyboardInterrupt:
             _fail("interrupted", 130, show_traceback)
         except BrokenPipeError:
@@ -98,26 +99,6 @@ def _unforeseen(error: Exception) -> str:
         f"offplan failed: {type(error).__name__}: {error}\n"
         "  try: run again with --traceback, and report what it prints"
     )
-
-
-class Terminated(KeyboardInterrupt):
-    """A command that ``signal`` asks to end, which it does as after Ctrl-C: with what it has begun
-    to write gone, and the processes that it started ended."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.signal = signal.Signals(number)
-
-
-def end_when_asked() -> None:
-    """Have SIGTERM and SIGHUP raise ``Terminated``, unless they are ignored (``nohup``)."""
-
-    def raised(number: int, frame: object) -> None:
-        raise Terminated(number)
-
-    for asking in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(asking) == signal.SIG_DFL:
-            signal.signal(asking, raised)
 
 
 @contextmanager

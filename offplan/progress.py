@@ -12,6 +12,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.status import Status
 
+from offplan.ended import end_if_asked
+
 _SHOW_AFTER_S = 1.0
 _LOGGER = logging.getLogger(__name__)
 
@@ -46,7 +48,8 @@ class Progress:
             self.status.stop()
 
     def phase(self, name: str) -> None:
-        """Say that the phase ``name`` begins."""
+        """Say that the phase ``name`` begins.  Raises ``Ended`` if the command is asked to end."""
+        end_if_asked()
         _LOGGER.info(name)
         if self.status is not None:
             self.status.update(name)

@@ -1,23 +1,18 @@
-"""Points of a sweep, each traced and planned in a process of its own kind.
+"""Points of a sweep, each traced and planned in a worker process (``offplan.pools``).
 
 1.  A worker traces one point after another, as many workers at a time as there are jobs.  Tracing
     takes a core and some gigabytes, so that there are no more jobs than free memory allows.
 2.  Each point is kept by content, and by offplan's own code, as soon as it is there: a sweep that
     is stopped, which it is at once, goes on where it was.  What failed is not kept.
-3.  A worker that is killed, as systems do that run out of memory, fails its point and no other.
-4.  What models print goes to stderr: stdout has the result.
+3.  A worker that is killed fails its point and no other.
 """
 
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
-import queue
-import signal
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +27,7 @@ from offplan.budget import Aim
 from offplan.eligibility import RuleSet
 from offplan.errors import OffplanError
 from offplan.kept import keep_result, kept_result
+from offplan.pools import WorkerLost, pools
 from offplan.progress import Progress
 from offplan.requests import Request
 from offplan.retrace import Recorder, traced_once
@@ -119,58 +115,24 @@ Look = Callable[[dict[str, str]], Point]
 @contextmanager
 def workers(task: Task, jobs: int, on_done: Callable[[Point], None]) -> Iterator[Look]:
     """A function that looks at a point in one of ``jobs`` workers; threads can share it."""
-    # A pool for each worker: one that is killed breaks its pool, with all that waits for it.
-    idle: queue.SimpleQueue[ProcessPoolExecutor] = queue.SimpleQueue()
-    pools = [_worker() for _ in range(jobs)]
-    for pool in pools:
-        idle.put(pool)
-    stopped = threading.Event()
+    with pools(jobs) as processes:
 
-    def ask(params: dict[str, str]) -> Point:
-        pool = idle.get()
-        try:
-            if stopped.is_set():
-                raise CancelledError
-            found = pool.submit(look, task, params).result()
-        except (BrokenProcessPool, OSError) as error:
-            if stopped.is_set():
-                raise
-            is_killed = isinstance(error, BrokenProcessPool)
-            found = Point(params, "failed", message=_KILLED if is_killed else _not_started(error))
-            pool = _worker()
-            pools.append(pool)
-        finally:
-            idle.put(pool)
-        on_done(found)
-        return found
+        def ask(params: dict[str, str]) -> Point:
+            try:
+                found = processes.ask(look, task, params)
+            except WorkerLost as lost:
+                is_killed = isinstance(lost.__cause__, BrokenProcessPool)
+                found = Point(
+                    params, "failed", message=_KILLED if is_killed else _not_started(lost)
+                )
+            on_done(found)
+            return found
 
-    try:
         yield ask
-    except BaseException:
-        stopped.set()
-        for pool in pools:
-            for process in [*(pool._processes or {}).values()]:
-                process.terminate()
-        raise
-    finally:
-        for pool in pools:
-            pool.shutdown(cancel_futures=True)
 
 
 def _not_started(error: BaseException) -> str:
     return f"no process can be started for it: {error}\n  try: fewer at a time: --jobs 1"
-
-
-def _worker() -> ProcessPoolExecutor:
-    # Not by fork: a copy of a process in which torch has started can hang.
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, mp_context=context, initializer=_start)
-
-
-def _start() -> None:
-    """Ctrl-C ends the command, which ends its workers; and definition 4."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)
 
 
 def grid(axes: tuple[Axis, ...], ask: Look, jobs: int) -> tuple[Point, ...]:

@@ -39,10 +39,10 @@ TABLE = {
         "errors units graph eligibility memory costs budget decide plan",
         later="torch target trace trace.capture",
     ),
-    "offplan.__main__": Allowed("cli"),
+    "offplan.__main__": Allowed("ended", later="cli"),
     "offplan.cli": Allowed(
         "commands.analyze commands.device commands.diff commands.explain commands.export "
-        "commands.gate commands.report commands.run commands.sweep commands.verify options"
+        "commands.gate commands.report commands.run commands.sweep commands.verify"
     ),
     "offplan.commands": Allowed(),
     "offplan.commands.analyze": Allowed(
@@ -76,7 +76,7 @@ TABLE = {
         "errors units files graph costs budget plan chart charted plotted opened measured options "
         "report.embed report.page"
     ),
-    "offplan.options": Allowed("errors units budget costs eligibility plan"),
+    "offplan.options": Allowed("errors units budget costs eligibility ended plan"),
     "offplan.outside": Allowed("errors plan"),
     "offplan.requests": Allowed(
         "doors errors eligibility graph kept recompute budget decide outside plan options progress "
@@ -88,14 +88,18 @@ TABLE = {
     "offplan.units": Allowed("errors"),
     "offplan.files": Allowed("errors"),
     "offplan.gpus": Allowed("errors"),
-    "offplan.progress": Allowed(),
+    "offplan.ended": Allowed(),
+    "offplan.pools": Allowed("ended"),
+    "offplan.progress": Allowed("ended"),
     "offplan.graph": Allowed("errors files"),
     "offplan.footprint": Allowed("graph"),
     "offplan.chart": Allowed("costs fusion graph memory schedule transfers"),
     "offplan.opened": Allowed("costs errors fusion graph kept plan relower"),
     "offplan.retrace": Allowed("graph kept options progress recompute requests"),
     "offplan.sweep": Allowed("budget decide eligibility errors graph joint"),
-    "offplan.workers": Allowed("budget eligibility errors kept progress requests retrace sweep"),
+    "offplan.workers": Allowed(
+        "budget eligibility errors kept pools progress requests retrace sweep"
+    ),
     "offplan.commands.sweep": Allowed(
         "budget eligibility errors files memory options plotted progress report.document "
         "report.sweep requests sweep units workers"
@@ -240,7 +244,7 @@ TABLE = {
     "offplan.replay.layout": Allowed("transfers"),
     "offplan.replay.*": Allowed(
         "errors units files gpus graph kept footprint eligibility transfers recompute fusion "
-        "memory roofline costs budget plan decide measured verified target "
+        "memory roofline costs budget plan decide measured pools verified target "
         "trace trace.* replay replay.*",
         torch=True,
     ),
@@ -569,7 +573,7 @@ def test_nothing_that_plans_is_imported_under_another_name() -> None:
                 assert [alias.asname for alias in node.names if alias.asname] == [], module
 
 
-@pytest.mark.parametrize("module", ["offplan", "offplan.cli"])
+@pytest.mark.parametrize("module", ["offplan", "offplan.__main__", "offplan.cli"])
 def test_importing_it_does_not_import_torch(module: str) -> None:
     program = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run(

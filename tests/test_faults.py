@@ -156,7 +156,7 @@ OTHERS = {
     "offplan.replay.rewrite": "fake tensors",
     "offplan.replay.training": "waits for the device where the user measures",
     "offplan.program": "numbers of the planner's",
-    "offplan.workers": "an event of threads",
+    "offplan.pools": "an event of threads",
     "offplan.trace.": "fake tensors",
     "offplan.doors.": "targets, built as fake tensors",
     "offplan.replay.case_": "targets of offplan verify",

@@ -315,7 +315,7 @@ def test_a_result_that_stdout_has_no_room_for_is_one_message(folder: Path) -> No
 
 ENDED = """
 import os, signal, sys, time
-from offplan.cli import main
+from offplan.__main__ import main
 
 number = getattr(signal, sys.argv.pop())
 
@@ -350,7 +350,7 @@ def test_a_command_that_is_ended_while_it_writes_leaves_what_was_there(
 def test_a_signal_that_was_ignored_stays_ignored(folder: Path) -> None:
     program = (
         "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
-        "from offplan.options import end_when_asked; end_when_asked(); "
+        "from offplan.ended import end_when_asked; end_when_asked(); "
         "assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN"
     )
     subprocess.run(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -286,23 +284,18 @@ def test_the_report_names_what_differs():
 # --- the command ----------------------------------------------------------------------------------
 
 
-def offplan(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "offplan", "verify", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+def invoke(*words: str) -> tuple[int, str, str]:
+    found = CliRunner().invoke(app, ["verify", *words])
+    return found.exit_code, found.stdout, found.stderr
 
 
 def test_the_command_verifies_cases_and_a_target_and_writes_what_it_found(tmp_path):
     file = tmp_path / "verified.json"
     target = f"{BROKEN.with_name('working.py')}:plain"
     words = ("--case", "stepped", "--case", "cudnn-attention", "--repeats", "1", "-o", str(file))
-    done = offplan(target, "--device", "cpu", "--jobs", "1", *words)
-    assert (done.returncode, done.stderr) == (0, f"wrote {file}\n")
-    assert "3 cases: 2 same, 1 not here" in done.stdout
+    code, text, said = invoke(target, "--device", "cpu", "--jobs", "1", *words)
+    assert (code, said) == (0, f"wrote {file}\n")
+    assert "3 cases: 2 same, 1 not here" in text
     found = msgspec.json.decode(file.read_bytes(), type=Verified)
     assert [case.outcome for case in found.cases] == ["same", "not here", "same"]
     assert found.machine is not None
@@ -311,15 +304,21 @@ def test_the_command_verifies_cases_and_a_target_and_writes_what_it_found(tmp_pa
 
 def test_an_error_in_one_case_leaves_the_others_and_ends_in_1():
     words = ("--case", "stepped", "--repeats", "1", "--jobs", "1")
-    done = offplan("gone.py", "--device", "cpu", *words)
-    assert done.returncode == 1
-    assert "2 cases: 1 same, 1 FAILED" in done.stdout
-    assert "there is no file gone.py" in done.stdout
+    code, text, _ = invoke("gone.py", "--device", "cpu", *words)
+    assert code == 1
+    assert "2 cases: 1 same, 1 FAILED" in text
+    assert "there is no file gone.py" in text
 
 
 def test_a_difference_ends_in_3_and_json_is_pure():
     words = ("-p", "steady_calls=6", "--no-cases", "--format", "json", "--repeats", "1")
-    done = offplan(str(UNSTEADY), "--device", "cpu", *words)
+    done = subprocess.run(
+        [sys.executable, "-m", "offplan", "verify", str(UNSTEADY), "--device", "cpu", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
     assert done.returncode == 3
     assert json.loads(done.stdout)["cases"][0]["outcome"] == "different"
 
@@ -327,39 +326,10 @@ def test_a_difference_ends_in_3_and_json_is_pure():
 def test_a_case_that_brings_its_process_down_fails_alone(tmp_path):
     ends = tmp_path / "ends.py"
     ends.write_text("import os\nos._exit(7)\n")
-    done = offplan(str(ends), "--device", "cpu", "--case", "stepped", "--repeats", "1")
-    assert done.returncode == 1
-    assert "2 cases: 1 same, 1 FAILED" in done.stdout
-    assert "its process was ended" in done.stdout
-
-
-def is_running(process: str) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def test_ctrl_c_ends_the_workers():
-    words = [sys.executable, "-m", "offplan", "verify", "--device", "cpu"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        workers: list[str] = []
-        while not workers:
-            workers = children.read_text().split()
-            time.sleep(0.1)
-        # Python may still be starting: its handler comes with the workers.
-        process.send_signal(signal.SIGINT)
-        assert process.wait(120) == 130
-    deadline = time.monotonic() + 60
-    while any(map(is_running, workers)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(is_running, workers))
-
-
-def invoke(*words: str) -> tuple[int, str, str]:
-    found = CliRunner().invoke(app, ["verify", *words])
-    return found.exit_code, found.stdout, found.stderr
+    code, text, _ = invoke(str(ends), "--device", "cpu", "--case", "stepped", "--repeats", "1")
+    assert code == 1
+    assert "2 cases: 1 same, 1 FAILED" in text
+    assert "its process was ended" in text
 
 
 def test_cases_are_listed_with_one_line_each():

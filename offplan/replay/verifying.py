@@ -1,26 +1,19 @@
 """Run the cases of ``offplan verify``, each in a worker process, several side by side.
 
-1.  A worker takes one case after another: what torch takes to start is paid once, and what a case
-    leaves behind is another case's to survive.
-2.  What a model prints goes to stderr: stdout has the result.
-3.  A worker that is killed, or that a case brings down, fails that case and no other.  A worker
-    ends when the process does that started it, however that ends.
-4.  Workers ask cuBLAS for kernels that repeat their results, and Inductor to compile in the worker
+1.  A worker takes one case after another (``offplan.pools``): what a case leaves behind is another
+    case's to survive.
+2.  A worker that is killed, or that a case brings down, fails that case and no other.
+3.  Workers ask cuBLAS for kernels that repeat their results, and Inductor to compile in the worker
     itself where there are several.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import queue
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from multiprocessing.connection import wait
 
 import msgspec
 import torch
@@ -29,6 +22,7 @@ from offplan import __version__
 from offplan.errors import DeviceError, OffplanError
 from offplan.graph import Compiler, TargetRef
 from offplan.measured import Machine, PinName
+from offplan.pools import Pools, WorkerLost, pools
 from offplan.replay.arm import machine_here
 from offplan.replay.cases import Case
 from offplan.replay.measure import REPEATABLE_CUBLAS
@@ -65,9 +59,10 @@ def verify_all(
     asked = [_asked(case.name, case.target, trials, is_case=True) for case in cases]
     asked += [_asked(_words(target), target, trials, is_case=False) for target in targets]
     jobs = min(trials.jobs or _default_jobs(trials.device), max(len(asked), 1))
-    with _workers(jobs) as ask:
-        machine = ask.machine(trials.device, trials.compiler)
-        found = ask.all(asked, on_done)
+    one_thread = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if jobs > 1 else {}
+    with _environment({**REPEATABLE_CUBLAS, **one_thread}), pools(jobs) as processes:
+        machine = _machine(processes, trials.device, trials.compiler)
+        found = _all(processes, jobs, asked, on_done)
     return verified(
         found,
         device=trials.device,
@@ -104,101 +99,50 @@ def _default_jobs(device: str) -> int:
 # --- workers --------------------------------------------------------------------------------------
 
 
-class _Workers:
-    """A pool for each worker: one that is killed breaks its pool, with all that waits for it."""
+def _machine(processes: Pools, device: str, compiler: Compiler) -> Machine:
+    """Where a worker runs.  Raises ``DeviceError`` if it cannot run there."""
+    try:
+        found = processes.ask(_machine_of, device, compiler)
+    except WorkerLost as error:
+        raise DeviceError(
+            "the process that looks for the device was ended", fix="see dmesg for why"
+        ) from error
+    if isinstance(found, Machine):
+        return found
+    what, fix = found
+    raise DeviceError(what, fix=fix)
 
-    def __init__(self, jobs: int) -> None:
-        self.thread_count = max(1, (os.cpu_count() or 1) // jobs)
-        self.pools: list[ProcessPoolExecutor] = []
-        self.idle: queue.SimpleQueue[ProcessPoolExecutor] = queue.SimpleQueue()
-        self.threads = ThreadPoolExecutor(jobs)
-        self.stopped = threading.Event()
-        for _ in range(jobs):
-            self.idle.put(self._started())
 
-    def machine(self, device: str, compiler: Compiler) -> Machine:
-        """Where a worker runs.  Raises ``DeviceError`` if it cannot run there."""
-        pool = self.idle.get()
+def _all(processes: Pools, jobs: int, asked: Sequence[Asked], on_done: OnDone) -> list[CaseResult]:
+    thread_count = max(1, (os.cpu_count() or 1) // jobs)
+    one_at_a_time = threading.Lock()
+
+    def one(each: Asked) -> CaseResult:
         try:
-            found = pool.submit(_machine_of, device, compiler).result()
-        except BrokenProcessPool as error:
-            raise DeviceError(
-                "the process that looks for the device was ended", fix="see dmesg for why"
-            ) from error
-        finally:
-            self.idle.put(pool)
-        if isinstance(found, Machine):
-            return found
-        what, fix = found
-        raise DeviceError(what, fix=fix)
+            found = processes.ask(_verify, each, thread_count)
+        except WorkerLost:
+            found = _lost(each)
+        with one_at_a_time:
+            on_done(found)
+        return found
 
-    def all(self, asked: Sequence[Asked], on_done: OnDone) -> list[CaseResult]:
-        one_at_a_time = threading.Lock()
-
-        def one(each: Asked) -> CaseResult:
-            found = self._one(each)
-            with one_at_a_time:
-                on_done(found)
-            return found
-
-        return list(self.threads.map(one, asked))
-
-    def stop(self) -> None:
-        """At once: what runs is of no use any more."""
-        self.stopped.set()
-        for pool in self.pools:
-            for process in [*(pool._processes or {}).values()]:
-                process.terminate()
-
-    def close(self) -> None:
-        self.threads.shutdown(wait=False, cancel_futures=True)
-        for pool in self.pools:
-            pool.shutdown(cancel_futures=True)
-
-    def _one(self, asked: Asked) -> CaseResult:
-        pool = self.idle.get()
-        try:
-            if self.stopped.is_set():
-                raise CancelledError
-            return pool.submit(_verify, asked, self.thread_count).result()
-        except BrokenProcessPool:
-            if self.stopped.is_set():
-                raise
-            pool = self._started()
-            return CaseResult(
-                name=asked.name,
-                about="",
-                target=asked.target,
-                outcome="failed",
-                message="its process was ended, by the system if that ran out of memory, or by an "
-                "error that Python does not hear of",
-            )
-        finally:
-            self.idle.put(pool)
-
-    def _started(self) -> ProcessPoolExecutor:
-        # Not by fork: CUDA does not run in a forked child.
-        pool = ProcessPoolExecutor(
-            1,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_start,
-        )
-        self.pools.append(pool)
-        return pool
+    threads = ThreadPoolExecutor(jobs)
+    try:
+        return list(threads.map(one, asked))
+    finally:
+        # Not waited for: what they ask for is stopped next.
+        threads.shutdown(wait=False, cancel_futures=True)
 
 
-@contextmanager
-def _workers(jobs: int) -> Iterator[_Workers]:
-    one_thread = {"TORCHINDUCTOR_COMPILE_THREADS": "1"} if jobs > 1 else {}
-    with _environment({**REPEATABLE_CUBLAS, **one_thread}):
-        workers = _Workers(jobs)
-        try:
-            yield workers
-        except BaseException:
-            workers.stop()
-            raise
-        finally:
-            workers.close()
+def _lost(asked: Asked) -> CaseResult:
+    return CaseResult(
+        name=asked.name,
+        about="",
+        target=asked.target,
+        outcome="failed",
+        message="its process was ended, by the system if that ran out of memory, or by an error "
+        "that Python does not hear of",
+    )
 
 
 @contextmanager
@@ -213,24 +157,10 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _start() -> None:
-    """Ctrl-C ends the command, which ends its workers; and definitions 2 and 3."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
 def _verify(asked: Asked, thread_count: int) -> CaseResult:
     # A second thread costs a small case more than it takes off it.
     torch.set_num_threads(1 if asked.is_case else thread_count)
     return verify_one(asked)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
 
 
 def _machine_of(device: str, compiler: Compiler) -> Machine | tuple[str, str]:
