@@ -72,7 +72,7 @@ MODELS: dict[str, tuple[str, dict[str, str]]] = {
 SMALL: dict[str, tuple[str, dict[str, str]]] = {
     "encoder": (
         "benchmarks/models.py:encoder",
-        {"layers": "2", "batch": "8", "seq": "256", "width": "256", "dtype": "float32"},
+        {"layers": "2", "batch": "24", "seq": "128", "width": "128", "dtype": "float32"},
     ),
     "U-Net": (
         "benchmarks/models.py:unet",

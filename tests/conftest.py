@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,11 @@ os.environ["OFFPLAN_CACHE"] = "off"
 # Each of several workers would otherwise start a thread per core.  Read when torch is imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What is imported for the tests stays; ``pytest_collection_finish`` begins to collect again.
+gc.disable()
+# Objects made, generations: Dynamo makes millions that reference counts free.
+THRESHOLDS = (2000, 20, 50)
 
 # Files whose tests share what takes seconds to make: each file runs on one worker.
 TOGETHER = {
@@ -41,15 +47,34 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
             item._id = type(item._id).parse(name)  # type: ignore[attr-defined]
 
 
-def pytest_collection_finish() -> None:
-    """What is imported by now stays: the garbage collector need not go through it each time."""
+def leave_as_it_is() -> None:
+    """What is there by now stays: the garbage collector need not go through it each time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    leave_as_it_is()
+    gc.set_threshold(*THRESHOLDS)
+    gc.enable()
     guards = sys.modules.get("torch._dynamo.guards")
     if guards is not None:
         # How long the guards of what it compiled take is for its log; it empties the cache of the
         # core for that, which takes longer than to compile something small.
         guards.profile_guard_manager = lambda *args: 0.0  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """Torch imports much of itself only when it compiles, and tests keep what they traced.
+
+    Where tests collect garbage by themselves, to see what is freed, that was half of their time.
+    """
+    begun = time.perf_counter()
+    found = yield
+    if time.perf_counter() - begun > 1:
+        leave_as_it_is()
+    return found
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -10,6 +10,7 @@ import torch
 from fuzz_ops import OPS, ROWS, WIDTH
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from slices import examples
 from test_replay_rewrite import windows
 from torch import nn
 
@@ -82,7 +83,7 @@ def assert_a_replay_changes_no_bit(steps: list[tuple[str, int]]) -> Plan:
 
 
 @settings(
-    max_examples=12,
+    max_examples=examples(8),
     deadline=None,
     derandomize=True,
     database=None,

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -156,24 +157,6 @@ def test_run_replays_the_default_plan_and_verifies_it(plan):
     assert left_over(plan.parent) == []
 
 
-def test_a_target_is_planned_for_first_and_rule_sets_are_compared(folder):
-    shutil.copy(SAMPLE, folder / "saved_view.py")
-    found = offplan(
-        *("run", "saved_view.py", "-p", "batch=128", "--device", "cpu", "--budget", "0"),
-        *("--compare", "no-view,whole-storage", "--steps", "1", "--repeat", "--format", "json"),
-    )
-    assert found.exit_code == 0, found.stderr
-    document = json.loads(found.stdout)
-    assert document["params"] == {"batch": "128"}
-    # The only saved value is a view, which the oldest rule set leaves on the device.
-    moved = {row["name"]: row["moved_bytes"] for row in document["compared"]}
-    assert moved == {"no plan": 0, "no-view": 0, "whole-storage": 16 * 1024**2}
-    assert document["rules"] == "whole-storage"
-    assert document["arms"][-1]["role"] == "control"
-    assert document["verification"]["compared"] == ["plan (no-view)", "plan (whole-storage)"]
-    assert not Path("offplan.plan.yaml").exists()
-
-
 # --- budgets --------------------------------------------------------------------------------------
 
 # Its activations of 256 KiB are most of its peak.
@@ -199,6 +182,24 @@ def here(folder, monkeypatch) -> Path:
     monkeypatch.setattr(measuring._Processes, "answer", answer_here)
     (folder / "deep.py").write_text(DEEP)
     return folder
+
+
+def test_a_target_is_planned_for_first_and_rule_sets_are_compared(here):
+    shutil.copy(SAMPLE, here / "saved_view.py")
+    found = offplan(
+        *("run", "saved_view.py", "-p", "batch=128", "--device", "cpu", "--budget", "0"),
+        *("--compare", "no-view,whole-storage", "--steps", "1", "--repeat", "--format", "json"),
+    )
+    assert found.exit_code == 0, found.stderr
+    document = json.loads(found.stdout)
+    assert document["params"] == {"batch": "128"}
+    # The only saved value is a view, which the oldest rule set leaves on the device.
+    moved = {row["name"]: row["moved_bytes"] for row in document["compared"]}
+    assert moved == {"no plan": 0, "no-view": 0, "whole-storage": 16 * 1024**2}
+    assert document["rules"] == "whole-storage"
+    assert document["arms"][-1]["role"] == "control"
+    assert document["verification"]["compared"] == ["plan (no-view)", "plan (whole-storage)"]
+    assert not Path("offplan.plan.yaml").exists()
 
 
 def replayed(*arguments: str, exit_code: int = 0) -> tuple[Measurement, str]:
@@ -485,40 +486,46 @@ def test_the_command_itself_does_without_torch(plan):
 # --- interruptions of real ones -------------------------------------------------------------------
 
 
-@pytest.fixture
-def waiting(folder):
+@contextmanager
+def waiting(folder: Path, *source: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """``offplan run`` in the middle of a step, and the process that runs it."""
-    (folder / "waits.py").write_text(WAITS)
     process = subprocess.Popen(
-        [sys.executable, "-m", "offplan", "run", "waits.py", "--device", "cpu", "--budget", "0"],
+        [sys.executable, "-m", "offplan", "run", *source],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert wait_for(lambda: Path("waiting").exists() or process.poll() is not None, 120)
-    assert process.poll() is None, process.communicate()
-    yield process, int(Path("waiting").read_text())
-    process.kill()
-    process.communicate()
+    try:
+        assert wait_for(lambda: Path("waiting").exists() or process.poll() is not None, 120)
+        assert process.poll() is None, process.communicate()
+        assert wait_for(lambda: Path("waiting").read_text() != "")
+        yield process, int(Path("waiting").read_text())
+    finally:
+        process.kill()
+        process.communicate()
 
 
-def test_ctrl_c_in_the_middle_of_a_step_ends_the_arm_and_is_one_message(waiting, folder):
-    process, arm = waiting
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate()
+def test_ctrl_c_in_the_middle_of_a_step_ends_the_arm_and_is_one_message(folder):
+    (folder / "waits.py").write_text(WAITS)
+    with waiting(folder, "waits.py", "--device", "cpu", "--budget", "0") as (process, arm):
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate()
     assert (process.returncode, output) == (130, "")
     assert errors == "error: interrupted\n"
     assert not is_running(arm)
     assert left_over(folder) == []
 
 
-def test_an_arm_ends_with_a_command_that_is_killed(waiting):
-    process, arm = waiting
-    process.kill()
-    process.wait()
-    assert wait_for(lambda: not is_running(arm), 20)
+def test_an_arm_ends_with_a_command_that_is_killed(folder):
+    (folder / "waits.py").write_text(WAITS)
+    made = offplan("analyze", "waits.py", "--device", "cpu", "--budget", "0")
+    assert made.exit_code == 0, made.stderr
+    with waiting(folder) as (process, arm):
+        process.kill()
+        process.wait()
+        assert wait_for(lambda: not is_running(arm), 20)
 
 
 # --- mistakes -------------------------------------------------------------------------------------
