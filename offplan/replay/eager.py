@@ -48,10 +48,17 @@ def offload_activations(
     ``parameters`` (a model, or modules and tensors): storages that are never moved, their buffers
     included.  ``device`` is the one to move from: by default the first parameter's, else the
     current GPU.  Storages under ``min_offload_bytes`` stay, and the last ``keep_last_count`` that a
-    forward saves.  At most ``in_flight_bytes`` more than that wait for their copies, or are
-    reloaded before they are read, but one storage always may: by default 1 GiB, or nothing more
-    with ``checkpointed_inputs_only``, which moves what checkpointed blocks save and nothing else.
-    ``host_budget`` limits host memory in bytes: what it has no room for stays on the device.
+    forward saves.  Beside the one that was sent last, at most ``in_flight_bytes`` more than that
+    wait for their copies; as many are reloaded before they are read, but one storage always may:
+    by default 1 GiB, or nothing more with ``checkpointed_inputs_only``, which moves what
+    checkpointed blocks save and nothing else.
+
+    ``host_budget`` limits host memory in bytes: what it has no room for stays on the device.  In
+    the first step those saved first are moved.  From the second on as many storages of each size
+    are, spread evenly over the forward, so that the link is busy all along; those that would be in
+    flight at its end, twice ``in_flight_bytes``, stay first.  Where a forward saves other sizes
+    than the one before, or one before it still has storages on the host, those saved first are
+    moved again.  Sizes that only the first layers save cannot be spread any further.
 
     ``pin`` is how host memory is made fit for copies: ``register``, ``torch``, ``auto`` or ``off``.
 

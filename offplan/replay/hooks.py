@@ -54,11 +54,11 @@ class OffloadStats:
     """Totals since the offload was made, of storages: each is *seen* once in a forward.
 
     ``seen`` = ``moved`` + ``kept`` + all ``skipped``, which are by rule.  ``kept``: candidates that
-    stayed, being the last ones, ``over_budget`` (of host memory), or modified.  Every moved storage
-    was copied to the host once.  ``reloaded`` counts copies back, ``found`` moved storages that
-    something else still held, so that they were not reloaded.  ``peak_host_bytes`` were in use at
-    most; ``host_pinned_bytes`` are taken now.  ``stalled_ms`` is what the compute stream waited for
-    copies; None unless timed.
+    stayed, being the last ones, ``over_budget`` (host memory had no room for all), or modified.
+    Every moved storage was copied to the host once.  ``reloaded`` counts copies back, ``found``
+    moved storages that something else still held, so that they were not reloaded.
+    ``peak_host_bytes`` were in use at most; ``host_pinned_bytes`` are taken now.  ``stalled_ms`` is
+    what the compute stream waited for copies; None unless timed.
     """
 
     seen: Tally

@@ -171,6 +171,22 @@ class _Late:
     after: _Late | None
     has_landed: bool = False
 
+    def land(self) -> None:
+        """Run, after those before it on its lane, each after what it has to follow."""
+        while not self.has_landed:
+            first = self.lane.waiting.popleft()
+            if first.after is not None:
+                first.after.land()
+            _carry(first.source(), first.target())
+            first.has_landed = True
+            # What a copy holds of another would be a chain of all that ever were.
+            first.after = None
+
+    def synchronize(self) -> None:
+        """The host waits for it, as for an event: what it issues from now on comes after it."""
+        self.land()
+        self.lane.synchronized = max(self.lane.synchronized, self.number)
+
 
 @dataclass
 class _Lane:
@@ -178,6 +194,8 @@ class _Lane:
 
     waiting: deque[_Late] = field(default_factory=deque)
     count: int = 0
+    # The last that the host has waited for.
+    synchronized: int = 0
 
 
 @dataclass(frozen=True)
@@ -246,7 +264,7 @@ class PacedCpuLink:
     def wait(self, copy: Copy) -> None:
         if copy is None:
             return
-        self._land(copy)
+        copy.land()
         if copy.lane is self._to_device:
             self._waited[self._stream] = max(self._waited[self._stream], copy.number)
         self._land_some()
@@ -254,7 +272,7 @@ class PacedCpuLink:
     def drain(self) -> None:
         for lane in (self._to_host, self._to_device):
             while lane.waiting:
-                self._land(lane.waiting[-1])
+                lane.waiting[-1].land()
         self._waited = [self._to_device.count] * 2
         self._reads.clear()
 
@@ -279,30 +297,20 @@ class PacedCpuLink:
 
     def _landed_if(self, copy: _Late, is_early: bool) -> _Late:
         if is_early:
-            self._land(copy)
+            copy.land()
         return copy
 
     def _land_some(self) -> None:
         for lane in (self._to_host, self._to_device):
             while lane.waiting and self._random.random() < self._earlier:
-                self._land(lane.waiting[0])
-
-    def _land(self, copy: _Late) -> None:
-        """Run ``copy``, after those before it on its lane, each after what it has to follow."""
-        while not copy.has_landed:
-            first = copy.lane.waiting.popleft()
-            if first.after is not None:
-                self._land(first.after)
-            _carry(first.source(), first.target())
-            first.has_landed = True
-            # What a copy holds of another would be a chain of all that ever were.
-            first.after = None
+                lane.waiting[0].land()
 
     def _check_order(self, host: torch.Tensor, after: Copy | None) -> None:
         """Definition 6, of a copy to ``host`` that comes ``after`` a reload."""
         first = host.data_ptr()
         last = first + host.numel()
-        known = max(self._waited[self._stream], 0 if after is None else after.number)
+        waited = max(self._waited[self._stream], self._to_device.synchronized)
+        known = max(waited, 0 if after is None else after.number)
         for read in [each for each in self._reads if each.start < last and first < each.stop]:
             if read.number > known:
                 self.misordered.append(

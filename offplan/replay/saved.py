@@ -6,18 +6,32 @@
 2.  A record is a *candidate* if it may be moved.  The last ``keep_last_count`` candidates of a
     forward wait; each one more sends the first of them on its way, so those that are left when the
     forward ends are kept.
-3.  *Offload* copies the whole storage.  The mover holds it until as many bytes as may be in flight
-    were issued after it, or until the forward ends, whichever comes first; then it *releases* it:
-    the compute stream waits for the copy.  The storage goes when nothing else holds it.
+3.  *Offload* copies the whole storage.  The mover holds it until the forward ends, or until one is
+    sent while more bytes than may be in flight are held, of which it is the first; then it
+    *releases* it: the compute stream waits for the copy.  The storage goes when nothing else holds
+    it.  So the most that are held are the bytes in flight and the storage sent last.
 4.  Whoever reads a view of a moved record gets it from where it is.  Storages that something else
     still holds are *found* there; others are *reloaded*.  Then the next ones in the expected order
-    are reloaded too, one at least, and as many bytes as may be in flight.
+    are reloaded too, one at least, and as many bytes as may be in flight; but those that come after
+    some that stayed, as far as the run before tells, only into the bytes of others that stayed and
+    were read: a backward begins near the peak, and it is these that make room.
 5.  The *expected order* is the one in which the run before read its records, if it had as many of
     them; else the last saved comes first.
 6.  A reloaded storage is held until each view that is still there was read once.  A view may be
     read again (a backward that kept its graph): its storage is then reloaded again.
 7.  A *run* is one forward: it begins with the first tensor saved after the offload was entered, or
     after a backward.
+8.  Host memory goes to those that ask first, as far as its budget goes.  All that find no room are
+    then the last ones of their run, and the link is idle for them.  So once a run was followed by
+    a backward, began with no other storage on the host, and had no room for some, the next one is
+    *spread*: of each size it moves as many storages as that run did, in the same host memory, which
+    is reserved as the run begins.  The last ones that ask stay, where others of their size can go
+    for them, up to twice the bytes in flight: they would be on their way out when the forward ends,
+    or back when the backward begins, which is when the peak is.  Of the others of a size, those
+    that move are spread evenly.  Runs go on so, each as the one before, until one differs in the
+    sizes of its candidates: from there on, and in the run after it, those that ask first are served
+    again.  They are, too, in a run that begins while the gaps have no room for the reservation, as
+    with an earlier forward's storages on the host.
 
 Copies, streams and events are those of ``replay.runtime`` (its definitions 1 to 5 and 7).  All
 computing is assumed to be on one stream.
@@ -27,8 +41,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -38,7 +52,7 @@ import torch
 from offplan.errors import OffplanError
 from offplan.replay.packing import window
 from offplan.replay.runtime import Link, ReplayError, explained, guarded
-from offplan.replay.shelf import Shelf
+from offplan.replay.shelf import Block, Shelf
 
 aten = torch.ops.aten
 
@@ -173,12 +187,66 @@ def check_version(
 # --- runs -----------------------------------------------------------------------------------------
 
 
+class Room:
+    """Which candidates of a run get host memory (definition 8), as far as ``before`` it tells; the
+    last ``last_bytes`` of a run that is spread stay first.
+
+    ``asked`` are the places of those that wanted some.  ``counts`` is how many of each size are
+    moved, None where that is no example to follow; ``reserved`` has the blocks of a run that is
+    spread by place, and is None while those that ask first are served.
+    """
+
+    def __init__(self, shelf: Shelf, before: Run | None, last_bytes: int) -> None:
+        self.shelf = shelf
+        self.asked: list[int] = []
+        self.was_enough = True
+        is_alone = shelf.used_bytes == 0
+        self.reserved = None if before is None else _reserved(shelf, before, last_bytes)
+        self.counts: Counter[int] | None = Counter() if is_alone else None
+        if before is not None and self.reserved is not None:
+            self.counts = before.room.counts
+
+    def block(self, record: Record) -> Block | None:
+        """A block for ``record``, if it gets one."""
+        self.asked.append(record.place)
+        if self.reserved is not None:
+            block = self.reserved.pop(record.place, None)
+        else:
+            block = self.shelf.take(record.size_bytes)
+            if block is not None and self.counts is not None:
+                self.counts[record.size_bytes] += 1
+        self.was_enough &= block is not None
+        return block
+
+    def differ(self) -> None:
+        """This run is not like the one before."""
+        if self.reserved is not None:
+            self.reserved, self.counts = None, None
+
+    def end(self) -> None:
+        """Give back what was reserved in vain."""
+        if self.reserved is not None:
+            self.reserved.clear()
+
+
+def _reserved(shelf: Shelf, before: Run, last_bytes: int) -> dict[int, Block] | None:
+    """Blocks for a run like ``before``, by place; None if it is not to be spread."""
+    room = before.room
+    if room.counts is None or room.was_enough:
+        return None
+    asked = [place for place in room.asked if place not in before.found]
+    chosen = spread(asked, before.sizes, room.counts, last_bytes)
+    blocks = shelf.reserve([before.sizes[place] for place in chosen])
+    return None if blocks is None else dict(zip(chosen, blocks, strict=True))
+
+
 class Run:
     """The candidates of one forward, in the order in which they were saved (definition 7)."""
 
-    def __init__(self, before: Run | None) -> None:
+    def __init__(self, shelf: Shelf, before: Run | None, last_bytes: int) -> None:
         self.records: list[weakref.ref[Record]] = []
         self.sizes: list[int] = []
+        self.room = Room(shelf, before, last_bytes)
         # Places, in the order in which they were first read.
         self.read: dict[int, None] = {}
         # Places of storages that something else held past the forward.
@@ -187,6 +255,9 @@ class Run:
         self.cursor = 0
         self._before = before
         self._positions: dict[int, int] = {}
+        # Positions of what stayed, still to be read or just read; bytes of what was, before that.
+        self._staying: deque[int] = deque()
+        self._freed_bytes = 0
 
     def add(self, record: Record) -> bool:
         """Take a candidate; whether it may move, as far as the run before can tell."""
@@ -194,7 +265,10 @@ class Run:
         self.records.append(weakref.ref(record))
         self.sizes.append(record.size_bytes)
         before, place = self._before, record.place
-        if before is None or place not in before.found or before.sizes[place] != record.size_bytes:
+        if before is None or before.sizes[place : place + 1] != [record.size_bytes]:
+            self.room.differ()
+            return True
+        if place not in before.found:
             return True
         self.found.add(place)
         return False
@@ -205,10 +279,34 @@ class Run:
             return
         places = range(len(self.records))
         before = self._before
-        learned = before.read if before is not None and before.sizes == self.sizes else {}
+        learned: dict[int, None] = {}
+        if before is not None and before.sizes == self.sizes:
+            learned = before.read
+        else:
+            self.room.differ()
         self.order = [*learned, *(place for place in reversed(places) if place not in learned)]
         self._positions = {place: position for position, place in enumerate(self.order)}
+        self._staying = deque(self._positions[place] for place in learned if self._stayed(place))
         self._before = None
+
+    def _stayed(self, place: int) -> bool:
+        record = self.records[place]()
+        return record is not None and not record.is_moved and place not in self.found
+
+    def reads(self, record: Record) -> None:
+        """Note that ``record`` is read: what stayed and comes before it is gone, or passed."""
+        self.read.setdefault(record.place)
+        position = self._positions.get(record.place, -1)
+        while self._staying and self._staying[0] < position:
+            place = self.order[self._staying.popleft()]
+            if place in self.read:
+                self._freed_bytes += self.sizes[place]
+
+    def most_ahead_bytes(self, record: Record, in_flight_bytes: int) -> int:
+        """What may be on its way or unread with ``record`` (definition 4)."""
+        if self._staying and self._staying[0] < self._positions[record.place]:
+            return min(in_flight_bytes, self._freed_bytes)
+        return in_flight_bytes
 
     def go_to(self, record: Record) -> None:
         """Have what comes after ``record`` come next."""
@@ -222,6 +320,34 @@ class Run:
                 return record
             self.cursor += 1
         return None
+
+
+def spread(
+    asked: Sequence[int], sizes: Sequence[int], counts: Mapping[int, int], last_bytes: int
+) -> list[int]:
+    """The places in ``asked`` that are moved: of each size as many as ``counts`` says.
+
+    Of each size first those stay that are among the last ``last_bytes``; those that move are spread
+    evenly over the others.  Sizes begin one after another, not all with their first storage, so
+    that what is saved together does not leave together.
+    """
+    of_size: dict[int, list[int]] = {}
+    for place in asked:
+        of_size.setdefault(sizes[place], []).append(place)
+    for place in reversed(asked):
+        size = sizes[place]
+        last_bytes -= size
+        if last_bytes < 0:
+            break
+        if len(of_size[size]) > counts.get(size, 0):
+            of_size[size].pop()
+    chosen: list[int] = []
+    for number, (size, places) in enumerate(of_size.items()):
+        count = min(counts.get(size, 0), len(places))
+        for turn in range(count):
+            part = turn * len(of_size) + number
+            chosen.append(places[part * len(places) // (count * len(of_size))])
+    return sorted(chosen)
 
 
 # --- moving ---------------------------------------------------------------------------------------
@@ -266,7 +392,7 @@ class Mover:
         self._drop_ahead()
         if self._run is not None and self._run.read:
             self._learned = self._run
-        self._run = Run(self._learned)
+        self._run = Run(self.shelf, self._learned, 2 * self.in_flight_bytes)
         self._has_run = False
 
     def add(self, record: Record) -> bool:
@@ -287,6 +413,8 @@ class Mover:
     def end_forward(self) -> None:
         """Keep what still waits, and release everything that was sent."""
         self._waiting.clear()
+        if self._run is not None:
+            self._run.room.end()
         self._release(0)
         # What an interrupt may have left uncounted.
         self._sending_bytes = 0
@@ -298,7 +426,8 @@ class Mover:
         # Before there is more: what is released here makes room for what the forward makes next.
         self._release(self.in_flight_bytes)
         with guarded(self.link, f"the offload of {record.size_bytes} saved bytes"):
-            block = self.shelf.take(record.size_bytes)
+            assert record.run is not None
+            block = record.run.room.block(record)
             if block is None:
                 self.totals.over_budget = self.totals.over_budget.plus(record.size_bytes)
                 return
@@ -333,16 +462,17 @@ class Mover:
         if run is None:
             return view.on(_there(record))
         run.expect()
-        run.read.setdefault(record.place)
+        run.reads(record)
         tensor = self._moved(view) if record.is_moved else view.on(_there(record))
         self._look_ahead(run)
         return tensor
 
     def _look_ahead(self, run: Run) -> None:
-        """Reload what comes next in ``run``: one storage at least (definition 4)."""
+        """Reload what comes next in ``run`` (definition 4)."""
         while (record := run.next()) is not None:
             size = record.size_bytes
-            if self._ahead and self._ahead_bytes + size > self.in_flight_bytes:
+            most_bytes = run.most_ahead_bytes(record, self.in_flight_bytes)
+            if self._ahead and self._ahead_bytes + size > most_bytes:
                 return
             self._check_open()
             self._fetch(record)

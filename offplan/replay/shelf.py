@@ -9,8 +9,11 @@
     one of its own size, or of ``SLAB_BYTES`` if it is smaller than that: nothing else is rounded,
     and 60 GB are a few thousand mappings at most.
 4.  The *budget* limits what all slabs together really take.  Where it has no room for another slab,
-    those without any block are given back first; if that is not enough, there is no block.
-5.  A gap knows the last copy that may still read its bytes: a reload whose block has gone.  Whoever
+    as many of those without any block are given back first as it takes; if all of them would not be
+    enough, none is, and there is no block.
+5.  Blocks that are *reserved* are cut from the gaps that there are, the largest first, or none is:
+    no slab comes or goes for them.
+6.  A gap knows the last copy that may still read its bytes: a reload whose block has gone.  Whoever
     writes to them next waits for it.
 
 One thread takes blocks at a time; blocks may die on any.  What is pinned is unpinned as ``Pages``
@@ -23,7 +26,7 @@ import ctypes
 import os
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -68,11 +71,13 @@ class Block:
         # Keeps the mapping for as long as a host tensor points into it.
         self.pages = pages
         self.after = gap.last_read.copy
-        self._gap = gap._replace(last_read=_NOTHING_READS)
+        # With its last read: a block may die before anything was written to it.
+        self._gap = gap
         self._free = free
 
     def host_tensor(self, size_bytes: int) -> torch.Tensor:
         """The first ``size_bytes`` as a flat uint8 tensor, which keeps the block."""
+        assert size_bytes <= self._gap.size_bytes
         memory = (ctypes.c_ubyte * size_bytes).from_address(self.pages.address + self._gap.start)
         memory.block = self
         # The tensor's storage keeps ``memory``, through any detach or view, until it dies.
@@ -123,19 +128,38 @@ class Shelf:
         self._check_usable()
         self._collect()
         size = round_up(size_bytes, SLOT_ALIGNMENT_BYTES)
-        place = bisect_left(self._gaps, (size,))
-        if place == len(self._gaps):
-            if not self._add_slab(size):
+        block = self._cut(size)
+        if block is None and self._add_slab(size):
+            block = self._cut(size)
+        return block
+
+    def reserve(self, sizes: Sequence[int]) -> list[Block] | None:
+        """A block of each of ``sizes``, in their order; None where the gaps have no room for all
+        of them (definition 5)."""
+        self._check_usable()
+        self._collect()
+        found: dict[int, Block] = {}
+        for number in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+            block = self._cut(round_up(sizes[number], SLOT_ALIGNMENT_BYTES))
+            if block is None:
                 return None
-            place = bisect_left(self._gaps, (size,))
+            found[number] = block
+        return [found[number] for number in range(len(sizes))]
+
+    def _cut(self, size_bytes: int) -> Block | None:
+        """A block of the smallest gap that it fits in; None if there is none."""
+        place = bisect_left(self._gaps, (size_bytes,))
+        if place == len(self._gaps):
+            return None
         gap = self._gaps[place]
         self._remove(gap)
-        if gap.size_bytes > size:
-            self._insert(gap._replace(size_bytes=gap.size_bytes - size, start=gap.start + size))
-        self._used_bytes += size
+        if gap.size_bytes > size_bytes:
+            rest_bytes = gap.size_bytes - size_bytes
+            self._insert(gap._replace(size_bytes=rest_bytes, start=gap.start + size_bytes))
+        self._used_bytes += size_bytes
         # What was laid out at most: ``used_bytes`` falls again in every backward.
         self.asked_bytes = max(self.asked_bytes, self._used_bytes)
-        own = gap._replace(size_bytes=size)
+        own = gap._replace(size_bytes=size_bytes)
         return Block(gap.slab, self.slabs[gap.slab], own, self._returned.append)
 
     def close(self) -> None:
@@ -183,11 +207,9 @@ class Shelf:
     def _add_slab(self, size_bytes: int) -> bool:
         """Whether there is another slab with room for ``size_bytes``."""
         size = max(size_bytes, SLAB_BYTES)
-        if not self._has_room(size):
-            self._give_back_idle()
-        if not self._has_room(size):
+        if self._missing_bytes(size):
             size = size_bytes
-        if not self._has_room(size):
+        if self._missing_bytes(size) and not self._make_room(size):
             return False
         pages = self.pinning.take(size)
         self.slabs[self._slab_count] = pages
@@ -195,22 +217,35 @@ class Shelf:
         self._slab_count += 1
         return True
 
-    def _has_room(self, more_bytes: int) -> bool:
+    def _missing_bytes(self, more_bytes: int) -> int:
+        """What the budget is short of for a slab of ``more_bytes``."""
         if self.budget_bytes is None:
-            return True
+            return 0
         how = "torch" if self.pinning.name == "torch" else "off"
-        return self.pinned_bytes + reserved_bytes(more_bytes, how) <= self.budget_bytes
+        return max(0, self.pinned_bytes + reserved_bytes(more_bytes, how) - self.budget_bytes)
 
-    def _give_back_idle(self) -> None:
-        """Give back the slabs that are one gap.  A copy that may still read one has its end."""
-        for gap in list(self._gaps):
-            pages = self.slabs[gap.slab]
-            if gap.size_bytes == pages.size_bytes:
-                if gap.last_read.copy is not None:
-                    gap.last_read.copy.synchronize()
-                self._remove(gap)
-                del self.slabs[gap.slab]
-                pages.give_back()
+    def _make_room(self, size_bytes: int) -> bool:
+        """Whether slabs that are one gap could be given back for one of ``size_bytes``.
+
+        Where they cannot make room they stay: a step would pin again what it gave back in vain, and
+        so would each one after it.
+        """
+        idle = [gap for gap in self._gaps if gap.size_bytes == self.slabs[gap.slab].size_bytes]
+        idle_bytes = sum(self.slabs[gap.slab].reserved_bytes for gap in idle)
+        if self._missing_bytes(size_bytes) > idle_bytes:
+            return False
+        for gap in idle:
+            if not self._missing_bytes(size_bytes):
+                break
+            self._give_back(gap)
+        return True
+
+    def _give_back(self, gap: _Gap) -> None:
+        """Give back the slab that is one ``gap``.  A copy that may still read it has its end."""
+        if gap.last_read.copy is not None:
+            gap.last_read.copy.synchronize()
+        self._remove(gap)
+        self.slabs.pop(gap.slab).give_back()
 
 
 def _joined(one: _Gap, other: _Gap) -> _Gap:
