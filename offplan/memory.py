@@ -98,11 +98,14 @@ class Timeline:
     """Memory without a plan, by index of op (``graph.timeline``).
 
     ``during[k]`` are the bytes while op k runs.  ``last`` says, for each storage that a region
-    saves, during which op it is held for the last time.  ``resting_bytes`` are always there.
+    saves, during which op it is held for the last time, and ``through`` which is the last that it
+    is held all through: what counts with an op can come after the storage has gone.
+    ``resting_bytes`` are always there.
     """
 
     during: tuple[int, ...]
     last: Mapping[tuple[int, StorageId], int]
+    through: Mapping[tuple[int, StorageId], int]
     resting_bytes: int
 
 
@@ -190,7 +193,9 @@ class Memory:
     def timeline(self) -> Timeline:
         """Memory without a plan."""
         step = self._step
-        return Timeline(step.during(step.allocations), step.last_ops(), step.resting_bytes)
+        return Timeline(
+            step.during(step.allocations), step.last_ops(), step.through_ops(), step.resting_bytes
+        )
 
     def curve(self, transfers: Sequence[Transfer]) -> tuple[int, ...]:
         """Bytes during each op under ``transfers``."""
@@ -430,6 +435,13 @@ class _Step:
     def last_ops(self) -> dict[tuple[int, StorageId], int]:
         ops = self.found.moments.ops
         return {key: ops[self.found.held[place].end] for key, place in self.found.saved.items()}
+
+    def through_ops(self) -> dict[tuple[int, StorageId], int]:
+        ops = self.found.moments.ops
+        ends = {key: self.found.held[place].end for key, place in self.found.saved.items()}
+        return {
+            key: ops[end] - (ops[end + 1 : end + 2] == (ops[end],)) for key, end in ends.items()
+        }
 
 
 def _reload_order(transfer: Transfer) -> tuple[int, int]:

@@ -118,7 +118,7 @@ class Planner:
         self.starts = [0.0, *accumulate(costs.op_ms)]
         self.spans = spans_of(facts)
         self.forward_count = self.spans[-1].forward_end if self.spans else 0
-        self.candidates = candidates(facts, movable, memory.last, self.spans, self.landings)
+        self.candidates = candidates(facts, movable, memory.through, self.spans, self.landings)
         self.affordable = self.candidates
         self.affordable = _within(self.by_time_away(), host_bytes)
         self.peak_bytes = max(self.during, default=0)

@@ -39,7 +39,7 @@ class _Uses:
 class Candidate(NamedTuple):
     """A movable storage with its window (definitions 1 and 2), in blocks of the allocator.
 
-    Without a plan it is held through op ``last``.  During op ``back_by`` it must be back (None:
+    Without a plan it is held all through op ``last``.  During op ``back_by`` it must be back (None:
     never).  ``staging_bytes`` are a packed transfer's.  ``twins`` is the same for storages that are
     taken together (definition 6).
     """

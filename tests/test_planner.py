@@ -20,7 +20,7 @@ from facts_builder import (
     graph_facts,
     steps,
 )
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planned_steps import moves_of, planner_of, random_costs, random_step
 
@@ -131,7 +131,7 @@ def test_a_packed_footprint_says_so_in_the_transfer() -> None:
 def flat_timeline(during: list[int], last: dict[int, int]) -> Timeline:
     """A timeline in blocks; ``last`` by storage of region 0."""
     ends = {(0, StorageId(storage)): op for storage, op in last.items()}
-    return Timeline(tuple(size * BLOCK for size in during), ends, 0)
+    return Timeline(tuple(size * BLOCK for size in during), ends, ends, 0)
 
 
 def by_hand() -> tuple[GraphFacts, tuple[Move, ...], Timeline]:
@@ -483,6 +483,41 @@ def test_a_limit_under_the_floor_is_refused_and_the_floor_is_not(
         assert str(floor) in caught.value.fix
     found = memory.curve(facts, planner.plan(floor).transfers)
     assert max(found, default=0) <= floor
+
+
+def gradient_for_what_goes() -> GraphFacts:
+    """The return copies a saved view, as a gradient, when another saved value has gone."""
+    facts = FactsBuilder()
+    region = facts.region()
+    x = region.input("x", (1000,))
+    first = region.op("aten.relu.default", [x], (1000,))
+    second = region.op("aten.relu.default", [x], (8000,))
+    region.output(region.op("aten.relu.default", [second], (1000,)))
+    region.save(first, region.view(second, (1000,), (8,)))
+    region.reads, region.returned = [(1,)], (1,)
+    return facts.build()
+
+
+@settings(DRAWN, max_examples=80)
+@given(steps())
+@example(gradient_for_what_goes())
+def test_a_storage_that_goes_lowers_all_ops_that_it_was_held_all_through(facts: GraphFacts) -> None:
+    planner, _ = drawn_planner(facts, 0)
+    for c in planner.candidates:
+        gone = Transfer(
+            region=c.move.region,
+            storage=c.move.storage,
+            start=0,
+            stop=c.move.size_bytes,
+            transfer_bytes=c.move.size_bytes,
+            offload_after=c.offload_after,
+            release_by=c.offload_after,
+            reload_at=None,
+            needed_by=None,
+        )
+        lowered = memory.curve(facts, [gone])
+        for op in range(c.offload_after + 1, c.last + 1):
+            assert lowered[op] == planner.during[op] - c.size_bytes
 
 
 @settings(DRAWN, max_examples=80)
