@@ -8,8 +8,9 @@
 Parts: ``plans`` with all actions, at 95 to 45% of the peak that is predicted without a plan and at
 the lowest; ``offload`` the same with offload only; ``checkpoint`` all layers, and some of them;
 ``budgets`` ``activation_memory_budget`` at every 0.1.  A part is measured in groups of a few arms:
-a group is a process with a baseline of its own, the model as Inductor compiles it, to which its
-step times are compared.  Of several at a time (``--jobs``) one has the GPU, while others compile.
+a group is a process with a baseline of its own, the model as Inductor compiles it; each arm's steps
+are timed in turn with the baseline's, and compared to these.  Several compile at a time
+(``--jobs``); arms are timed when all of these are done with it.
 Plans that are not in ``--plans`` yet are made meanwhile, from the shipped profile alone.
 Writes ``<gpu>-joint.json`` into ``benchmarks/results`` (``--out`` names another folder), exit code
 3 if a target was missed.  ``--device cpu --small`` tries the script out anywhere.
@@ -251,14 +252,19 @@ def _seen(group: dict[str, Any]) -> list[str]:
 
 
 def _relative(parts: dict[str, Any], part: str) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Step over that of the group's own baseline, and the arm."""
+    """Step over that of the baseline beside it, and the arm."""
     for group in parts.get(part, ()):
         for arm in _measured(group)[1:]:
-            yield arm["step_ms"] / group["arms"][0]["step_ms"], arm
+            yield arm["step_ms"] / _baseline_ms(group, arm), arm
+
+
+def _baseline_ms(group: dict[str, Any], arm: dict[str, Any]) -> float:
+    """Of the steps in turn with the arm's; earlier results have those of the group alone."""
+    return arm.get("beside", group["arms"][0])["step_ms"]
 
 
 def _noise(parts: dict[str, Any]) -> dict[str, Any]:
-    """How far the baselines of the groups are apart: the same step, measured again and again."""
+    """How far the baselines of the groups are apart: the same step, in one process and another."""
     steps = [
         _measured(group)[0]["step_ms"]
         for part in PARTS
@@ -267,7 +273,16 @@ def _noise(parts: dict[str, Any]) -> dict[str, Any]:
     ]
     if not steps:
         return {}
-    return {"baselines": len(steps), "least_ms": min(steps), "most_ms": max(steps)}
+    found = {"baselines": len(steps), "least_ms": min(steps), "most_ms": max(steps)}
+    itself = [
+        arms[0]["step_ms"] / arms[0]["beside"]["step_ms"]
+        for part in PARTS
+        for group in parts.get(part, ())
+        if (arms := _measured(group)) and "beside" in arms[0]
+    ]
+    return found | (
+        {"least_beside_itself": min(itself), "most_beside_itself": max(itself)} if itself else {}
+    )
 
 
 def _levels(parts: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -304,7 +319,7 @@ def _reaches(parts: dict[str, Any], lower: float, longer: float) -> bool:
     """Whether a plan lowers the peak of its baseline, and lengthens its step, by no more."""
     return any(
         arm["peak_allocated_bytes"] <= (1 - lower) * group["arms"][0]["peak_allocated_bytes"]
-        and arm["step_ms"] <= (1 + longer) * group["arms"][0]["step_ms"]
+        and arm["step_ms"] <= (1 + longer) * _baseline_ms(group, arm)
         for group in parts.get("plans", ())
         for arm in _measured(group)[1:]
     )
@@ -321,17 +336,19 @@ def group_child(
 
     ready = Ready(spec, params, device)
     yield {"build_s": ready.build_s}
-    prepared, refused = [ready.by_itself("no plan")], []
-    for name in os.environ["ARMS"].split():
-        arm = _prepared(ready, part, name)
-        if arm is None:
-            refused.append(name)
-        else:
-            prepared.append(arm)
+    with ready.turns.compiling():
+        baseline = ready.by_itself("no plan")
+        prepared, refused = [], []
+        for name in os.environ["ARMS"].split():
+            arm = _prepared(ready, part, name)
+            if arm is None:
+                refused.append(name)
+            else:
+                prepared.append(arm)
     yield {"compile_s": ready.seconds(), "refused": refused}
-    for arm in prepared:
+    for arm in [baseline, *prepared]:
         with closing(arm):
-            yield {"arm": ready.measure(arm)}
+            yield {"arm": ready.measure(arm, beside=baseline)}
 
 
 def _prepared(ready: Any, part: str, name: str) -> Any:

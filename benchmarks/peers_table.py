@@ -85,7 +85,8 @@ _JOINT: dict[str, Callable[[str], str]] = {
 
 
 def _joint_arms(part: str, parts: Mapping[str, Any], path: Path) -> Iterator[dict[str, Any]]:
-    """The arms of a part's groups, each with the baseline that its group begins with."""
+    """The arms of a part's groups, each with the baseline that its steps were in turn with; of
+    earlier results, the one that its group begins with."""
     for group in parts.get(part, ()):
         arms = group.get("arms", [])
         for number, arm in enumerate(arms):
@@ -99,7 +100,7 @@ def _joint_arms(part: str, parts: Mapping[str, Any], path: Path) -> Iterator[dic
                 "baseline": {
                     "name": BASELINES["inductor"],
                     "peak_allocated_bytes": arms[0]["peak_allocated_bytes"],
-                    "step_ms": arms[0]["step_ms"],
+                    "step_ms": arm.get("beside", arms[0])["step_ms"],
                 },
                 "from": path.name,
             }

@@ -3,8 +3,10 @@
 Compiling takes half a minute of one core, measuring a second or two of the GPU: so that several
 processes can share a GPU, each compiles all that it will measure, and holds nothing of the device
 meanwhile but the model.  Each arm is compiled by a backend of its own, as ``torch.compile`` tells
-compiled code apart by it.  ``ALLOCATOR_EVENTS`` names a folder for the allocator's own events of
-one more step of an arm whose peak was predicted wrong.
+compiled code apart by it.  Its peak is that of steps with nothing in the allocator before; its time
+that of steps in turn with those of another arm, so that what the machine does otherwise, and how
+warm it is, is the same for both, and while Python collects no garbage.  ``ALLOCATOR_EVENTS`` names
+a folder for the allocator's own events of one more step of an arm whose peak was predicted wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from offplan.replay.compiled import build_real, loss_of
 from offplan.target import load_target
 from offplan.trace.backend import step_of
 
-WARM_UP, STEPS = 2, 5
+# Steps whose peak is read, after those that warm up; and steps of each of two arms that are timed.
+WARM_UP, STEPS, PAIRS = 2, 2, 11
 # A prediction of the peak that is further off has the allocator's own events kept beside it.
 LOOK_AT = 0.003
 
@@ -49,6 +52,7 @@ class Arm:
     enter: Callable[[], None]
     backend: Any = None
     plan: Plan | None = None
+    steps: int = 0
 
     def close(self) -> None:
         if self.backend is not None:
@@ -62,6 +66,8 @@ class Ready:
         self.start = time.perf_counter()
         self.name = "-".join([Path(spec.split(":")[-1]).stem, *params.values()])
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        # Without a GPU it is tried out: the times are of no use.
+        self.pairs = PAIRS if self.device.type == "cuda" else 1
         self.turns = Turns(os.environ.get("GPU_LOCK"))
         # One code object has all arms.
         torch._dynamo.config.recompile_limit = 64
@@ -115,23 +121,34 @@ class Ready:
 
     # --- measuring --------------------------------------------------------------------------------
 
-    def measure(self, arm: Arm) -> dict[str, Any]:
-        """Its peak and step time, of the steps after a warm-up, beside what a plan predicts."""
-        with self.turns.alone(), _compiling_nothing():
-            arm.enter()
+    def measure(self, arm: Arm, beside: Arm) -> dict[str, Any]:
+        """Its peak and step time, in turn with those of ``beside``, and what a plan predicts."""
+        with self.turns.quiet(), _compiling_nothing():
             self._empty()
-            for number in range(WARM_UP):
-                self._timed(arm, number)
-            measured = [self._timed(arm, WARM_UP + number) for number in range(STEPS)]
+            for _ in range(WARM_UP):
+                self._timed(arm)
+            peaks = [self._timed(arm)[1] for _ in range(STEPS)]
+            mine: list[float] = []
+            others: list[float] = []
+            loss = 0.0
+            with _collecting_nothing():
+                for number in range(-WARM_UP, self.pairs):
+                    other_ms = self._timed(beside)[0]
+                    step_ms, _, loss = self._timed(arm)
+                    if number >= 0:
+                        mine.append(step_ms)
+                        others.append(other_ms)
             found: dict[str, Any] = {
                 "name": arm.name,
-                "step_ms": statistics.median(ms for ms, _, _ in measured),
-                "samples_ms": [ms for ms, _, _ in measured],
-                "peak_allocated_bytes": max(peak for _, peak, _ in measured),
-                "loss": measured[-1][2],
+                "step_ms": statistics.median(mine),
+                "samples_ms": mine,
+                "beside": {"name": beside.name, "step_ms": statistics.median(others)},
+                "beside_samples_ms": others,
+                "peak_allocated_bytes": max(peaks),
+                "loss": loss,
             }
             if arm.backend is not None:
-                found["moved_bytes"] = arm.backend.stats().offloaded_bytes // (WARM_UP + STEPS)
+                found["moved_bytes"] = arm.backend.stats().offloaded_bytes // arm.steps
             self._empty()
         if arm.plan is None:
             return found
@@ -149,9 +166,9 @@ class Ready:
             return
         with self.turns.alone():
             self._empty()
-            self._timed(arm, 0)
+            self._timed(arm)
             torch.cuda.memory._record_memory_history(context=None, max_entries=10**6)
-            self._timed(arm, 0)
+            self._timed(arm)
             found = torch.cuda.memory._snapshot()["device_traces"][0]
             torch.cuda.memory._record_memory_history(enabled=None)
         events = [(event["action"], event.get("addr", 0), event["size"]) for event in found]
@@ -160,11 +177,13 @@ class Ready:
         with gzip.open(path, "wt", compresslevel=3) as output:
             json.dump({"events": events}, output)
 
-    def _timed(self, arm: Arm, number: int) -> tuple[float, int, float]:
+    def _timed(self, arm: Arm) -> tuple[float, int, float]:
         """Milliseconds, peak in bytes, and the loss."""
         is_cuda = self.device.type == "cuda"
+        arm.enter()
+        arm.steps += 1
         self.target.model.zero_grad(set_to_none=True)
-        torch.manual_seed(number)
+        torch.manual_seed(0)
         if is_cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -204,6 +223,19 @@ def _compiling_nothing() -> Iterator[None]:
     yield
     if counters["stats"]["unique_graphs"] != before:
         raise RuntimeError("it was compiled again when it was measured")
+
+
+@contextmanager
+def _collecting_nothing() -> Iterator[None]:
+    """What is there by now is looked through no more: it takes ten milliseconds of some steps."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 class Weights:

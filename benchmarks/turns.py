@@ -2,7 +2,9 @@
 
 Everything that the GPU is busy with is done in a turn: building a model, warming up, timing.  What
 the processor alone does, tracing and compiling, is done outside, while another process has its turn
-(``Gated``).  A lock on a file, so that a process that dies lets go.
+(``Gated``).  A turn is *quiet* if nobody compiles either: the host issues each step's kernels, and
+is late with them when its memory and cores are somebody else's.  The locks are on files, so that a
+process that dies lets go.
 """
 
 from __future__ import annotations
@@ -21,21 +23,40 @@ class Turns:
     """The turns of one process at the GPU of all that name the same ``path`` (None: alone)."""
 
     def __init__(self, path: str | None) -> None:
-        self._lock = None if path is None else os.open(path, os.O_RDWR | os.O_CREAT)
+        self._gpu = None if path is None else os.open(path, os.O_RDWR | os.O_CREAT)
+        self._host = None if path is None else os.open(f"{path}-host", os.O_RDWR | os.O_CREAT)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Nobody else has a turn; the device has finished what was issued when it ends."""
-        if self._lock is None:
-            yield
-            return
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        try:
+        with _locked(self._gpu, fcntl.LOCK_EX):
             yield
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-        finally:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Nobody is quiet."""
+        with _locked(self._host, fcntl.LOCK_SH):
+            yield
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """A turn during which nobody compiles: it comes when all are done with that."""
+        with _locked(self._host, fcntl.LOCK_EX), self.alone():
+            yield
+
+
+@contextmanager
+def _locked(file: int | None, how: int) -> Iterator[None]:
+    if file is None:
+        yield
+        return
+    fcntl.flock(file, how)
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def inductor() -> Callable[..., Any]:
