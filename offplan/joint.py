@@ -5,19 +5,25 @@
     what it says is tried: the choice is applied to the graphs, their memory read off the new
     timeline, and copies planned for it as for any graphs (``offplan.budget``).
 2.  If the new timeline is higher than the program had it, the limit is lowered by the excess, and
-    the program solved again, down to the lowest limit that it can meet.  If the plan is not close
-    to the bound, programs that count with a slower link, or with none, are tried too.
+    the program solved again, down to the lowest limit that it can meet.  The first program counts
+    with a link that is a little slower than it is (definition 7); if its plan is not close to the
+    bound, ones that count with the whole link, with half of it, or with none are tried too.
 3.  Where it takes long to ask what a compiler makes of a choice, choices are tried with a guess
     (``offplan.relower``).  It can be off in times (of a Llama-3.2-1B, 156 ms for 139) and in peaks
     (of eight Qwen3-14B layers by 68 MB for one choice, and by 0.44 GB for another), so it only
     says which are worth asking for.  Those few are asked for, and the fastest by that is taken; if
     all exceed the budget then, the limit is lowered by as much, and the search repeated.
-4.  Of all that was tried, plans that only move among them, the fastest within the budget is taken:
-    never one whose predicted peak exceeds the budget, nor the peak without a plan.
+4.  Of all that was tried, plans that only move among them, the fastest within the budget is taken
+    (and see definition 7): never one whose predicted peak exceeds the budget, nor the peak without
+    a plan.
 5.  Where no budget can be met, the floor is the lowest peak of all that was tried, the program's
     least peak among them.
 6.  With actions that do not include moving, nothing moves; with ones that do not include computing
     again, the traced graphs stay.
+7.  A plan that fills the link to its last byte waits as soon as anything else is on it, other GPUs
+    or a data loader.  So of plans that are as fast as each other, within what predictions are
+    worth, the one is taken that is fastest with the slower link.  Predicted times are with the
+    whole link, and so is the bound.
 """
 
 from __future__ import annotations
@@ -47,10 +53,12 @@ from offplan.errors import BudgetError
 from offplan.graph import GraphFacts
 from offplan.recompute import Choice, apply, copies
 from offplan.roofline import is_view
-from offplan.transfers import Move
+from offplan.schedule import Rates, step_time
+from offplan.transfers import Move, Transfer
 from offplan.windows import twins
 
 if TYPE_CHECKING:
+    from offplan.planner import Planner
     from offplan.program import Program, Solution
 
 # Activations smaller than this stay as they are.
@@ -59,10 +67,12 @@ MIN_BYTES = 1024**2
 _GAP = 0.002
 _SECONDS = 6.0
 _ATTEMPTS = 5
-# Parts of the link's speed that programs count with, as copies are placed worse than they say; and
-# how close to the bound is good enough not to solve another.
-_SPEEDS = (1.0, 0.5, 0.0)
+# Parts of the link's speed that programs count with, as copies are placed worse than they say, and
+# how close to the bound is good enough not to solve another.  The first is what may be left of it,
+# and plans are as fast as each other within so much (definition 7).
+_SPEEDS = (0.85, 1.0, 0.5, 0.0)
 _CLOSE = 0.01
+_ALIKE = 0.005
 # How close to the bound is good enough not to look at plans of the floor, nor on where choices
 # exceeded the budget when they were confirmed; and how many are asked for at most.
 _NEAR = 0.05
@@ -82,12 +92,14 @@ Confirm = Callable[[Sequence[Choice]], GraphFacts]
 
 @dataclass(frozen=True)
 class Tried:
-    """A choice that was applied: the graphs under it, and a plan for them."""
+    """A choice that was applied: the graphs under it, and a plan for them, which takes
+    ``slowed_ms`` with the slower link of definition 7."""
 
     choices: tuple[Choice, ...]
     facts: GraphFacts
     planned: Outlook | None
     solution: Solution | None
+    slowed_ms: float = 0.0
 
     @property
     def outlook(self) -> Outlook:
@@ -152,16 +164,12 @@ class Joint:
             from offplan.program import Program, Step
 
             planner = self.base.planner
-            rates = planner.costs.rates
             step = Step(
                 during=planner.during,
                 op_ms=planner.costs.op_ms,
                 forward_count=planner.forward_count,
                 twins=twins(self.facts),
-                rates=rates._replace(
-                    d2h_bytes_per_s=speed * rates.d2h_bytes_per_s,
-                    h2d_bytes_per_s=speed * rates.h2d_bytes_per_s,
-                ),
+                rates=_part_of(planner.costs.rates, speed),
             )
             self._programs[speed] = Program(
                 step,
@@ -178,7 +186,7 @@ class Joint:
         limit = self.base.budget_bytes(budget)
         assert limit is not None
         inner, best, known = limit, self._as_traced(limit, budget), len(self._traces)
-        near_ms = (1 + _NEAR) * self._least_ms(limit, _SPEEDS[0] if self.may_move else 0.0)
+        near_ms = (1 + _NEAR) * self._bound_ms(limit)
         for attempt in range(_ATTEMPTS if "recompute" in self.aim.actions else 0):
             found = list(self._applied(inner, limit, budget))
             best = _fastest([best, *found])
@@ -224,14 +232,18 @@ class Joint:
             yield confirmed
             if isinstance(confirmed, Tried):
                 fastest_ms = min(fastest_ms, confirmed.step_ms)
-            if fastest_ms <= (1 + _CLOSE) * self._least_ms(inner, speeds[0]):
+            if fastest_ms <= (1 + _CLOSE) * self._bound_ms(inner):
                 return
-        if fastest_ms > (1 + _NEAR) * self._least_ms(inner, speeds[0]):
+        if fastest_ms > (1 + _NEAR) * self._bound_ms(inner):
             for lowest, outlooks in self._floors:
                 yield self._planned(lowest, lowest.facts, outlooks, limit, budget)
 
-    def _least_ms(self, limit: int, speed: float) -> float:
+    def _bound_ms(self, limit: int) -> float:
         """The bound on the step time of any plan for ``limit``; 0 if it is not known."""
+        return self._least_ms(limit, 1.0 if self.may_move else 0.0)
+
+    def _least_ms(self, limit: int, speed: float) -> float:
+        """The same with a link of that part of the speed."""
         solution = self._solved(self.base.asked_bytes(limit), speed)
         return 0.0 if solution is None else solution.least_ms
 
@@ -248,7 +260,7 @@ class Joint:
         """``found``, with the traced step as what is without a plan, and the bound of all plans."""
         predicted, time = found.outlook.predicted, found.outlook.predicted.time
         if time is not None:
-            least_ms = self._least_ms(limit, _SPEEDS[0] if self.may_move else 0.0)
+            least_ms = self._bound_ms(limit)
             time = msgspec.structs.replace(
                 time,
                 no_plan_us=round(1000 * self.base.planner.starts[-1]),
@@ -298,9 +310,11 @@ class Joint:
         # A share is one of the peak of the traced step.
         same = budget if budget.kind == "auto" else of_bytes(limit, budget.text)
         try:
-            return replace(tried, facts=facts, planned=outlooks.outlook_for(same))
+            outlook = outlooks.outlook_for(same)
         except BudgetError as error:
             return max(1, outlooks.with_band(error.floor_bytes or limit) - limit)
+        slowed_ms = _slowed_ms(outlooks.planner, outlook.transfers)
+        return replace(tried, facts=facts, planned=outlook, slowed_ms=slowed_ms)
 
     def _outlooks(
         self, choices: tuple[Choice, ...], *, may_move: bool = True
@@ -482,9 +496,25 @@ class Joint:
 
 
 def _fastest(found: Sequence[Tried | int | None]) -> Tried | None:
-    """The fastest plan; of those as fast to a microsecond, the one that moves least."""
+    """The fastest plan; of those as fast as that, the fastest with a slower link, and of those as
+    fast with it to a microsecond, the one that moves least (definition 7)."""
     plans = [each for each in found if isinstance(each, Tried)]
-    return min(plans, key=lambda each: (round(each.step_ms, 3), each.moved_bytes), default=None)
+    least_ms = min((each.step_ms for each in plans), default=0.0)
+    alike = [each for each in plans if each.step_ms <= (1 + _ALIKE) * least_ms]
+    return min(alike, key=lambda each: (round(each.slowed_ms, 3), each.moved_bytes), default=None)
+
+
+def _slowed_ms(planner: Planner, transfers: Sequence[Transfer]) -> float:
+    """The step's time under ``transfers`` with the slower link of definition 7."""
+    op_ms, rates = planner.costs
+    return step_time(op_ms, planner.forward_count, transfers, _part_of(rates, _SPEEDS[0])).step_ms
+
+
+def _part_of(rates: Rates, speed: float) -> Rates:
+    return rates._replace(
+        d2h_bytes_per_s=speed * rates.d2h_bytes_per_s,
+        h2d_bytes_per_s=speed * rates.h2d_bytes_per_s,
+    )
 
 
 def _point(found: Tried | None, name: str, limit: int) -> CurvePoint | None:
