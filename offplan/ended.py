@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -25,6 +26,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # What Python and the system do at first: anything else is somebody's wish (nohup).
 _AT_FIRST = (signal.SIG_DFL, signal.default_int_handler)
 _AGAIN_S = 0.01
+_ONCE_S = 1.0
 
 
 class Ended(KeyboardInterrupt):
@@ -49,16 +51,21 @@ class _Raises:
 
     def __init__(self) -> None:
         self.asked = 0
+        self._heard_s = -_ONCE_S
         self._say_unraised = sys.unraisablehook
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.asked = number
+        # ``timeout``, and terminals that close, send it twice: what the first one began goes on.
+        if time.monotonic() < self._heard_s + _ONCE_S:
+            return
+        self.asked, self._heard_s = number, time.monotonic()
         raise Ended(number)
 
     def unraised(self, lost: sys.UnraisableHookArgs) -> None:
         if not isinstance(lost.exc_value, Ended):
             self._say_unraised(lost)
             return
+        self._heard_s = -_ONCE_S
         # Not at once: that would be in here, and be lost as well.
         again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), lost.exc_value.signal))
         again.daemon = True

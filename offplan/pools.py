@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import multiprocessing
 import os
 import queue
@@ -17,7 +18,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import process as process_pools
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from multiprocessing import util
@@ -30,6 +32,8 @@ from offplan.ended import deaf_processes
 
 # What a worker gets to clear up in once it is asked to end.
 _GRACE_S = 2.0
+# How often the command looks for signals while it waits.
+_LOOK_S = 0.1
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -73,17 +77,21 @@ class Pools:
     def stop(self) -> None:
         """At once: what runs is of no use any more."""
         self._is_stopped.set()
-        running = [
-            process for pool in self._pools for process in [*(pool._processes or {}).values()]
-        ]
+        # What closing takes away; it waits for a start that is under way, which adds to them.
+        started = [pool._processes for pool in self._pools if pool._processes is not None]
+        self.close(is_awaited=False)
+        running = [process for found in started for process in [*found.values()]]
+        # Those that look after processes: Python's exit would wake them while they end, and fail.
+        managers = [*process_pools._threads_wakeups]
         try:
             for process in running:
                 process.terminate()
-            self.close(is_awaited=False)
             _wait(running, time.monotonic() + _GRACE_S)
         finally:
             for process in running:
                 process.kill()
+            for manager in managers:
+                manager.join(_GRACE_S)
 
     def close(self, *, is_awaited: bool = True) -> None:
         for pool in self._pools:
@@ -101,6 +109,23 @@ def pools(count: int) -> Iterator[Pools]:
         raise
     finally:
         found.close()
+
+
+@contextmanager
+def threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that ask workers, which are not waited for: what they ask for is stopped next."""
+    found = ThreadPoolExecutor(count)
+    try:
+        yield found
+    finally:
+        found.shutdown(wait=False, cancel_futures=True)
+
+
+def awaited(answer: Future[_R]) -> _R:
+    """What ``answer`` is.  A signal ends the wait, whichever thread the system gives it to."""
+    while not answer.done():
+        concurrent.futures.wait([answer], _LOOK_S)
+    return answer.result()
 
 
 def _pool() -> ProcessPoolExecutor:

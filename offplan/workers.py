@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from offplan.budget import Aim
 from offplan.eligibility import RuleSet
 from offplan.errors import OffplanError
 from offplan.kept import keep_result, kept_result
-from offplan.pools import WorkerLost, pools
+from offplan.pools import WorkerLost, awaited, pools, threads
 from offplan.progress import Progress
 from offplan.requests import Request
 from offplan.retrace import Recorder, traced_once
@@ -154,11 +153,7 @@ def lines(
 
 
 def _side_by_side(things: list[_T], do: Callable[[_T], _R], jobs: int) -> Iterator[_R]:
-    pool = ThreadPoolExecutor(jobs)
-    asked: list[Future[_R]] = [pool.submit(do, thing) for thing in things]
-    try:
+    with threads(jobs) as pool:
+        asked = [pool.submit(do, thing) for thing in things]
         for each in asked:
-            yield each.result()
-    finally:
-        # Not waited for: what they ask for is stopped next.
-        pool.shutdown(wait=False, cancel_futures=True)
+            yield awaited(each)

@@ -90,6 +90,17 @@ def test_one_that_came_where_python_ignores_errors_comes_again(lost):
     assert ended(body) == (130, "", "error: interrupted\n")
 
 
+def test_one_that_comes_twice_at_once_is_said_once():
+    """As ``timeout`` sends it, here while the first is being said."""
+    body = """
+import offplan.options
+fail = offplan.options._fail
+offplan.options._fail = lambda *words: (asked(), fail(*words))
+asked()
+"""
+    assert ended(body, "SIGTERM") == (143, "", "error: ended by SIGTERM\n")
+
+
 def test_an_error_of_a_destructor_is_still_said():
     body = "thing = Thing()\nkept = weakref.ref(thing, lambda gone: 1 / 0)\ndel thing"
     code, output, errors = ended(body)

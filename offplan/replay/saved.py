@@ -208,6 +208,7 @@ class Room:
 
     def block(self, record: Record) -> Block | None:
         """A block for ``record``, if it gets one."""
+        self.shelf.check_usable()
         self.asked.append(record.place)
         if self.reserved is not None:
             block = self.reserved.pop(record.place, None)
@@ -448,11 +449,16 @@ class Mover:
             self._let_go(next(iter(self._sending)))
 
     def _let_go(self, key: int) -> None:
-        sending = self._sending.pop(key, None)
-        if sending is not None:
-            self._sending_bytes -= sending.size_bytes
+        sending = self._sending.get(key)
+        if sending is None:
+            return
+        try:
             with guarded(self.link, f"the release of {sending.size_bytes} saved bytes"):
                 self.link.wait(sending.copy)
+        finally:
+            # Not before the wait: an interrupt would free the storage while it is copied.
+            self._sending.pop(key, None)
+            self._sending_bytes -= sending.size_bytes
 
     # --- the way back -----------------------------------------------------------------------------
 
@@ -489,6 +495,7 @@ class Mover:
             record.run.go_to(record)
         self._no_longer_ahead(record)
         if record.arriving is not None:
+            self._check_open()
             buffer, copy = record.arriving
             with guarded(self.link, f"the wait for {record.size_bytes} saved bytes"):
                 self.link.arrive(record.host, buffer[: record.size_bytes], copy)
@@ -578,6 +585,8 @@ class Mover:
             self._waiting.clear()
             self._sending.clear()
             self._sending_bytes = 0
+            if self._run is not None:
+                self._run.room.end()
             self.shelf.close()
 
     def __del__(self) -> None:

@@ -125,7 +125,7 @@ class Shelf:
 
         Raises ``HostMemoryError`` if the system refuses the memory.
         """
-        self._check_usable()
+        self.check_usable()
         self._collect()
         size = round_up(size_bytes, SLOT_ALIGNMENT_BYTES)
         block = self._cut(size)
@@ -136,7 +136,7 @@ class Shelf:
     def reserve(self, sizes: Sequence[int]) -> list[Block] | None:
         """A block of each of ``sizes``, in their order; None where the gaps have no room for all
         of them (definition 5)."""
-        self._check_usable()
+        self.check_usable()
         self._collect()
         found: dict[int, Block] = {}
         for number in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
@@ -172,7 +172,8 @@ class Shelf:
             while self.slabs:
                 all_of_them.callback(self.slabs.popitem()[1].give_back)
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise ``OffplanError`` once closed, and in a forked child."""
         if self.is_closed:
             raise OffplanError("the offload is closed", fix="make a new one")
         if os.getpid() != self._owner:

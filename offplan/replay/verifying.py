@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import msgspec
@@ -22,7 +21,7 @@ from offplan import __version__
 from offplan.errors import DeviceError, OffplanError
 from offplan.graph import Compiler, TargetRef
 from offplan.measured import Machine, PinName
-from offplan.pools import Pools, WorkerLost, pools
+from offplan.pools import Pools, WorkerLost, awaited, pools, threads
 from offplan.replay.arm import machine_here
 from offplan.replay.cases import Case
 from offplan.replay.measure import REPEATABLE_CUBLAS
@@ -102,7 +101,9 @@ def _default_jobs(device: str) -> int:
 def _machine(processes: Pools, device: str, compiler: Compiler) -> Machine:
     """Where a worker runs.  Raises ``DeviceError`` if it cannot run there."""
     try:
-        found = processes.ask(_machine_of, device, compiler)
+        # By a thread: a signal that comes to the main one would end a process as it starts.
+        with threads(1) as asking:
+            found = awaited(asking.submit(processes.ask, _machine_of, device, compiler))
     except WorkerLost as error:
         raise DeviceError(
             "the process that looks for the device was ended", fix="see dmesg for why"
@@ -126,12 +127,9 @@ def _all(processes: Pools, jobs: int, asked: Sequence[Asked], on_done: OnDone) -
             on_done(found)
         return found
 
-    threads = ThreadPoolExecutor(jobs)
-    try:
-        return list(threads.map(one, asked))
-    finally:
-        # Not waited for: what they ask for is stopped next.
-        threads.shutdown(wait=False, cancel_futures=True)
+    with threads(jobs) as pool:
+        answers = [pool.submit(one, each) for each in asked]
+        return [awaited(answer) for answer in answers]
 
 
 def _lost(asked: Asked) -> CaseResult:
