@@ -434,11 +434,10 @@ class Effects:
 def _machines(facts: GraphFacts, profile: DeviceProfile) -> Iterator[_Machine]:
     """The machine of ``profile``, and others (definition 5)."""
     rates = Rates(profile.d2h_bytes_per_s, profile.h2d_bytes_per_s, profile.copy_latency_s)
-    faster = Rates(_TIMES * rates.d2h_bytes_per_s, _TIMES * rates.h2d_bytes_per_s, rates.latency_s)
     op_ms = op_times_ms(facts, profile)
     slower_ms = op_times_ms(facts, with_arithmetic(profile, 1 / _TIMES))
     yield _Machine(HERE, op_ms, rates)
-    yield _Machine("a link twice as fast", op_ms, faster)
+    yield _Machine("a link twice as fast", op_ms, rates.times(_TIMES))
     yield _Machine("a GPU half as fast", slower_ms, rates)
 
 

@@ -53,12 +53,10 @@ from offplan.errors import BudgetError
 from offplan.graph import GraphFacts
 from offplan.recompute import Choice, apply, copies
 from offplan.roofline import is_view
-from offplan.schedule import Rates, step_time
-from offplan.transfers import Move, Transfer
+from offplan.transfers import Move
 from offplan.windows import twins
 
 if TYPE_CHECKING:
-    from offplan.planner import Planner
     from offplan.program import Program, Solution
 
 # Activations smaller than this stay as they are.
@@ -169,7 +167,7 @@ class Joint:
                 op_ms=planner.costs.op_ms,
                 forward_count=planner.forward_count,
                 twins=twins(self.facts),
-                rates=_part_of(planner.costs.rates, speed),
+                rates=planner.costs.rates.times(speed),
             )
             self._programs[speed] = Program(
                 step,
@@ -313,7 +311,7 @@ class Joint:
             outlook = outlooks.outlook_for(same)
         except BudgetError as error:
             return max(1, outlooks.with_band(error.floor_bytes or limit) - limit)
-        slowed_ms = _slowed_ms(outlooks.planner, outlook.transfers)
+        slowed_ms = outlooks.planner.time(outlook.transfers, _SPEEDS[0]).step_ms
         return replace(tried, facts=facts, planned=outlook, slowed_ms=slowed_ms)
 
     def _outlooks(
@@ -502,19 +500,6 @@ def _fastest(found: Sequence[Tried | int | None]) -> Tried | None:
     least_ms = min((each.step_ms for each in plans), default=0.0)
     alike = [each for each in plans if each.step_ms <= (1 + _ALIKE) * least_ms]
     return min(alike, key=lambda each: (round(each.slowed_ms, 3), each.moved_bytes), default=None)
-
-
-def _slowed_ms(planner: Planner, transfers: Sequence[Transfer]) -> float:
-    """The step's time under ``transfers`` with the slower link of definition 7."""
-    op_ms, rates = planner.costs
-    return step_time(op_ms, planner.forward_count, transfers, _part_of(rates, _SPEEDS[0])).step_ms
-
-
-def _part_of(rates: Rates, speed: float) -> Rates:
-    return rates._replace(
-        d2h_bytes_per_s=speed * rates.d2h_bytes_per_s,
-        h2d_bytes_per_s=speed * rates.h2d_bytes_per_s,
-    )
 
 
 def _point(found: Tried | None, name: str, limit: int) -> CurvePoint | None:

@@ -342,8 +342,10 @@ class Planner:
 
     # --- what it comes to -------------------------------------------------------------------------
 
-    def time(self, transfers: Sequence[Transfer]) -> StepTime:
-        return step_time(self.costs.op_ms, self.forward_count, transfers, self.costs.rates)
+    def time(self, transfers: Sequence[Transfer], speed: float = 1.0) -> StepTime:
+        """The step's time under ``transfers``, with ``speed`` times the link's speed."""
+        rates = self.costs.rates.times(speed)
+        return step_time(self.costs.op_ms, self.forward_count, transfers, rates)
 
     def _least_ms(self, limit: int, *, everything_moves: bool = False) -> float:
         absences = [

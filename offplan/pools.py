@@ -79,7 +79,8 @@ class Pools:
         self._is_stopped.set()
         # What closing takes away; it waits for a start that is under way, which adds to them.
         started = [pool._processes for pool in self._pools if pool._processes is not None]
-        self.close(is_awaited=False)
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
         running = [process for found in started for process in [*found.values()]]
         # Those that look after processes: Python's exit would wake them while they end, and fail.
         managers = [*process_pools._threads_wakeups]
@@ -93,9 +94,9 @@ class Pools:
             for manager in managers:
                 manager.join(_GRACE_S)
 
-    def close(self, *, is_awaited: bool = True) -> None:
+    def close(self) -> None:
         for pool in self._pools:
-            pool.shutdown(wait=is_awaited, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 @contextmanager

@@ -46,6 +46,10 @@ class Rates(NamedTuple):
     h2d_bytes_per_s: float
     latency_s: float = 0.0
 
+    def times(self, speed: float) -> Rates:
+        """A link of ``speed`` times the speed, with the same latency."""
+        return Rates(speed * self.d2h_bytes_per_s, speed * self.h2d_bytes_per_s, self.latency_s)
+
     def d2h_ms(self, size_bytes: float) -> float:
         return 1000 * (self.latency_s + size_bytes / self.d2h_bytes_per_s)
 

@@ -128,8 +128,8 @@ TABLE = {
     "offplan.program": Allowed("activations schedule"),
     "offplan.relower": Allowed("graph recompute"),
     "offplan.joint": Allowed(
-        "errors graph transfers windows roofline costs schedule budget recompute activations",
-        later="planner program",
+        "errors graph transfers windows roofline costs budget recompute activations",
+        later="program",
     ),
     "offplan.decide": Allowed(
         "units fusion graph eligibility costs budget recompute activations relower joint plan",

@@ -20,7 +20,7 @@ from offplan.budget import AUTO, Aim, Budget, Outlooks, of_bytes, parse_budget
 from offplan.costs import with_arithmetic
 from offplan.errors import BudgetError
 from offplan.graph import GraphFacts
-from offplan.joint import Joint, Tried, _slowed_ms
+from offplan.joint import Joint, Tried
 from offplan.recompute import Choice, apply, chosen
 
 OFFLOAD, RECOMPUTE = ("keep", "offload"), ("keep", "recompute")
@@ -313,8 +313,9 @@ def test_a_slower_link_takes_little_from_a_plan(monkeypatch: pytest.MonkeyPatch)
         with monkeypatch.context() as patched:
             patched.setattr(offplan.joint, "_SPEEDS", (1.0,))
             filled = whole.best(of_bytes(limit))
-        slowed = _slowed_ms(whole._outlooks(filled.choices)[1].planner, filled.outlook.transfers)
-        assert slowed > 1.04 * found.slowed_ms
+        planner = whole._outlooks(filled.choices)[1].planner
+        slowed = planner.time(filled.outlook.transfers, offplan.joint._SPEEDS[0])
+        assert slowed.step_ms > 1.04 * found.slowed_ms
         assert found.step_ms <= (1 + offplan.joint._ALIKE) * filled.step_ms
 
 

@@ -208,9 +208,9 @@ class Room:
 
     def block(self, record: Record) -> Block | None:
         """A block for ``record``, if it gets one."""
-        self.shelf.check_usable()
         self.asked.append(record.place)
         if self.reserved is not None:
+            self.shelf.check_usable()
             block = self.reserved.pop(record.place, None)
         else:
             block = self.shelf.take(record.size_bytes)
