@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from test_run_cli import wait_for
 
 ROOT = Path(__file__).parents[1]
 
@@ -160,13 +161,6 @@ def is_worker(pid: int) -> bool:
         return b"multiprocessing.spawn" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def wait_for(condition) -> bool:
-    deadline = time.monotonic() + 60
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(condition())
 
 
 @pytest.fixture
