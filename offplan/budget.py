@@ -28,13 +28,12 @@ from typing import Literal
 
 import msgspec
 
-from offplan.costs import DeviceProfile, op_times_ms, profile_for
+from offplan.costs import DeviceProfile, link_rates, op_times_ms, profile_for
 from offplan.errors import BudgetError, UsageError
 from offplan.fusion import BAND, as_run, fused, is_fused, landings
 from offplan.graph import GraphFacts
 from offplan.memory import Conditions, Memory, Prediction
 from offplan.planner import Costs, Planned, Planner
-from offplan.schedule import Rates
 from offplan.transfers import Move, Transfer
 from offplan.units import format_size, parse_size
 
@@ -238,7 +237,6 @@ class Outlooks:
         self.profile = aim.profile or self._shipped_profile()
         profile = self.profile or profile_for(NOMINAL)
         times = op_times_ms(self.planned_facts, profile, aim.op_ms)
-        rates = Rates(profile.d2h_bytes_per_s, profile.h2d_bytes_per_s, profile.copy_latency_s)
         self.memory = Memory(self.planned_facts, aim.conditions)
         without = self.memory.timeline()
         self.resting_bytes = without.resting_bytes
@@ -248,7 +246,7 @@ class Outlooks:
             self.planned_facts,
             movable,
             without,
-            Costs(times, rates),
+            Costs(times, link_rates(profile)),
             aim.host_bytes,
             landings(facts),
         )

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from offplan.costs import DeviceProfile, op_times_ms
+from offplan.costs import DeviceProfile, link_rates, op_times_ms
 from offplan.fusion import as_run
 from offplan.graph import GraphFacts, Op, StorageId, timeline
 from offplan.memory import PARTS, Conditions, Memory, Part, Prediction, Spans
-from offplan.schedule import Played, Rates, play
+from offplan.schedule import Played, play
 from offplan.transfers import Transfer
 
 
@@ -48,14 +48,10 @@ class Chart:
     def ops(self) -> tuple[Op, ...]:
         return tuple(timeline(self.facts))
 
-    @cached_property
+    @property
     def starts_ms(self) -> tuple[float, ...]:
         """When each op starts, and the end of the step."""
-        waits = [0.0] * (len(self.op_ms) + 1)
-        for stall in self.played.stalls:
-            waits[stall.op] += stall.wait_ms
-        ended = [0.0, *accumulate(self.op_ms)]
-        return tuple(end + wait for end, wait in zip(ended, accumulate(waits), strict=True))
+        return self.played.starts_ms
 
     @cached_property
     def stacked(self) -> Mapping[Part, tuple[int, ...]]:
@@ -105,7 +101,6 @@ def chart(
     memory = Memory(ran.facts, conditions)
     times = op_times_ms(ran.facts, profile, op_ms)
     forward_count = sum(len(region.forward.ops) for region in ran.facts.regions)
-    rates = Rates(profile.d2h_bytes_per_s, profile.h2d_bytes_per_s, profile.copy_latency_s)
     return Chart(
         facts=ran.facts,
         transfers=ran.transfers,
@@ -114,5 +109,5 @@ def chart(
         op_ms=times,
         forward_count=forward_count,
         # Copies are placed by the positions that the plan has, as the planner counts them.
-        played=play(times, forward_count, transfers, rates),
+        played=play(times, forward_count, transfers, link_rates(profile)),
     )

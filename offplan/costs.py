@@ -25,6 +25,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from offplan import schedule
 from offplan.errors import FileFormatError, UsageError
 from offplan.files import FileKind, YamlError, dump_yaml, parse_yaml, read_text, write_atomically
 from offplan.gpus import GPUS, find_gpu, gpu_key
@@ -344,6 +345,16 @@ def reached_rates(profile: DeviceProfile) -> Rates:
         else parts.attention[1] * known.backward,
         kernel_s=profile.op_overhead_s,
         multiprocessor_count=_multiprocessors(profile.gpu),
+    )
+
+
+def link_rates(profile: DeviceProfile) -> schedule.Rates:
+    """The link of ``profile``, and the memory that copies share with ops."""
+    return schedule.Rates(
+        profile.d2h_bytes_per_s,
+        profile.h2d_bytes_per_s,
+        profile.copy_latency_s,
+        reached_rates(profile).memory_bytes_per_s,
     )
 
 

@@ -31,7 +31,14 @@ import msgspec
 
 from offplan.activations import Activation, activations
 from offplan.budget import NOMINAL, Action
-from offplan.costs import DeviceProfile, device_times_ms, op_times_ms, profile_for, with_arithmetic
+from offplan.costs import (
+    DeviceProfile,
+    device_times_ms,
+    link_rates,
+    op_times_ms,
+    profile_for,
+    with_arithmetic,
+)
 from offplan.curve import Curve
 from offplan.fusion import as_run, fused, is_fused, landings
 from offplan.graph import GraphFacts, StorageId
@@ -420,25 +427,19 @@ class Effects:
         played = self._play((*self.plan.transfers, transfer), machine)
         mine = len(self.plan.transfers)
         landed_ms = next(c.end_ms for c in played.copies if c.transfer == mine and c.to == "host")
-        waits = [0.0] * (len(machine.op_ms) + 1)
-        for stall in played.stalls:
-            waits[stall.op] += stall.wait_ms
-        now = 0.0
-        for place in range(transfer.release_by):
-            now += waits[place] + machine.op_ms[place]
-            if now >= landed_ms and place >= transfer.offload_after:
+        for place in range(transfer.offload_after, transfer.release_by):
+            if played.starts_ms[place] + machine.op_ms[place] >= landed_ms:
                 return place
         return transfer.release_by
 
 
 def _machines(facts: GraphFacts, profile: DeviceProfile) -> Iterator[_Machine]:
     """The machine of ``profile``, and others (definition 5)."""
-    rates = Rates(profile.d2h_bytes_per_s, profile.h2d_bytes_per_s, profile.copy_latency_s)
-    op_ms = op_times_ms(facts, profile)
-    slower_ms = op_times_ms(facts, with_arithmetic(profile, 1 / _TIMES))
+    rates, op_ms = link_rates(profile), op_times_ms(facts, profile)
+    slower = with_arithmetic(profile, 1 / _TIMES)
     yield _Machine(HERE, op_ms, rates)
     yield _Machine("a link twice as fast", op_ms, rates.times(_TIMES))
-    yield _Machine("a GPU half as fast", slower_ms, rates)
+    yield _Machine("a GPU half as fast", op_times_ms(facts, slower), link_rates(slower))
 
 
 def _named(prediction: Prediction) -> str:

@@ -11,7 +11,8 @@
     then, and can be back in time: for any earlier op, what could leave before it and what the link
     carries since, stalls included; likewise for any later op, and what must come back.
 4.  Time is that of the traced step, the costs of what is computed again (less those that the traced
-    backward has and the choice has not), and what the forward and the backward *stall*.
+    backward has and the choice has not), and what the forward and the backward *stall*: each at
+    least what its copies take of the device's memory (``offplan.schedule``).
 5.  What the program leaves out only makes memory or time less than they are: where recomputed
     values lie in the meantime, copies that a window keeps waiting, all ops that are not sampled.
     So the proven bound of its optimum is one of any plan's predicted time, under the same costs,
@@ -120,6 +121,7 @@ class Program:
         self.limit_rows = [self._memory(number) for number in range(len(self.points))]
         for number in range(len(self.points)):
             self._link(number)
+        self._share()
 
     # --- columns ----------------------------------------------------------------------------------
 
@@ -346,6 +348,22 @@ class Program:
             if number > turn:
                 row[self.again[number]] = -h2d
             self._row(row, -carried)
+
+    def _share(self) -> None:
+        """Definition 4: stalls are no shorter than what copies take of memory.  They may be stalls
+        at the same time, in which the link carries on."""
+        out: dict[int, float] = {self.forward_stall: 1.0}
+        back: dict[int, float] = {self.backward_stall: 1.0}
+        for place, item in enumerate(self.found):
+            column = self.ways[place].get("move")
+            if column is None:
+                continue
+            taken_ms = self.step.rates.memory_ms(item.transfer_bytes)
+            out[column] = out.get(column, 0.0) - taken_ms
+            if self.first_needs[place] < len(self.step.during):
+                back[column] = back.get(column, 0.0) - taken_ms
+        self._row(out, 0.0)
+        self._row(back, 0.0)
 
     # --- solving ----------------------------------------------------------------------------------
 

@@ -8,20 +8,24 @@ of its own, first in, first out, at a constant rate, with a latency for each cop
 2.  A copy to the device starts when the op before ``reload_at`` has ended, the queue is free, and
     the storage's own copy to the host has landed.  Op ``needed_by`` starts when it has landed.
 3.  *Stalled* is the time that ops wait for copies.
+4.  A copy reads or writes the device's memory, whose rate ops and copies share: what comes after
+    the place where a copy is issued starts later by the time that memory takes for its bytes,
+    unless it waits for longer.
 
 The lower bound holds for every plan under the limit, wherever it places its copies:
 
-4.  If op k may hold ``limit`` bytes and holds ``during[k]`` without a plan, storages of the
+5.  If op k may hold ``limit`` bytes and holds ``during[k]`` without a plan, storages of the
     difference must be away.  Those last used by op j or later can only be copied after op j: what
     the others cannot cover must cross the link between the end of j and the start of k.
-5.  Storages away during op k that are needed by op m must come back between the end of k and the
+6.  Storages away during op k that are needed by op m must come back between the end of k and the
     start of m; so must what those needed later cannot cover.  What of them never comes back, as no
     saved view touches it, covers some of the difference as long as the storage would be held.
-6.  The least bytes that cross the link for a number of bytes in memory are those of the storages
+7.  The least bytes that cross the link for a number of bytes in memory are those of the storages
     that carry the fewest for their size, fractions allowed.
-7.  Nothing is copied back before the forward has ended, nor out after that.
-8.  The bound is the longest path through ops, by their times and these gaps, over a sample of the
-    pairs of ops: leaving pairs out only lowers it.
+8.  Nothing is copied back before the forward has ended, nor out after that.
+9.  The bound is the longest path through ops, by their times and these gaps, over a sample of the
+    pairs of ops: leaving pairs out only lowers it; or all ops and what the least bytes that must
+    cross take of memory, if that is longer.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from math import inf
 from operator import add
 from typing import Literal, NamedTuple
 
@@ -40,15 +45,23 @@ _SAMPLES = 40
 
 
 class Rates(NamedTuple):
-    """The link, each way."""
+    """The link, each way, and the device's memory that it reads and writes."""
 
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
     latency_s: float = 0.0
+    memory_bytes_per_s: float = inf
 
     def times(self, speed: float) -> Rates:
         """A link of ``speed`` times the speed, with the same latency."""
-        return Rates(speed * self.d2h_bytes_per_s, speed * self.h2d_bytes_per_s, self.latency_s)
+        return self._replace(
+            d2h_bytes_per_s=speed * self.d2h_bytes_per_s,
+            h2d_bytes_per_s=speed * self.h2d_bytes_per_s,
+        )
+
+    def memory_ms(self, size_bytes: float) -> float:
+        """What a copy of ``size_bytes``, one way, takes of the time of ops (definition 4)."""
+        return 1000 * size_bytes / self.memory_bytes_per_s
 
     def d2h_ms(self, size_bytes: float) -> float:
         return 1000 * (self.latency_s + size_bytes / self.d2h_bytes_per_s)
@@ -86,9 +99,11 @@ class Stall(NamedTuple):
 
 
 class Played(NamedTuple):
-    """A step under transfers: its time, all copies as they begin, and every wait for one."""
+    """A step under transfers: its time, when each op starts (and the end of the step), all copies
+    as they begin, and every wait for one."""
 
     time: StepTime
+    starts_ms: tuple[float, ...]
     copies: tuple[Copied, ...]
     stalls: tuple[Stall, ...]
 
@@ -116,13 +131,16 @@ def play(
     now = stalled = to_host = to_device = forward = 0.0
     landed: dict[int, float] = {}
     back: dict[int, float] = {}
+    starts: list[float] = []
     copies: list[Copied] = []
     stalls: list[Stall] = []
     # Most ops have no copy: look only where there is one.
     for op in range(len(op_ms) + 1):
         if op in reloads:
+            issued = now
             for _, place, size_bytes in sorted(reloads[op]):
-                begin = max(now, to_device, landed[place])
+                begin = max(issued, to_device, landed[place])
+                now += rates.memory_ms(size_bytes)
                 to_device = back[place] = begin + rates.h2d_ms(size_bytes)
                 copies.append(Copied(place, "device", begin, to_device))
         if op in needs:
@@ -132,12 +150,15 @@ def play(
             now = ready
         if op == forward_count:
             forward = now
+        starts.append(now)
         if op == len(op_ms):
             break
         now += op_ms[op]
         if op in offloads:
+            issued = now
             for place, size_bytes in offloads[op]:
-                begin = max(now, to_host)
+                begin = max(issued, to_host)
+                now += rates.memory_ms(size_bytes)
                 to_host = landed[place] = begin + rates.d2h_ms(size_bytes)
                 copies.append(Copied(place, "host", begin, to_host))
         if op in releases:
@@ -146,7 +167,7 @@ def play(
             stalled += ready - now
             now = ready
     waits = tuple(stall for stall in stalls if stall.wait_ms > 0)
-    return Played(StepTime(now, forward, stalled), tuple(copies), waits)
+    return Played(StepTime(now, forward, stalled), tuple(starts), tuple(copies), waits)
 
 
 class Absence(NamedTuple):
@@ -164,6 +185,11 @@ class Absence(NamedTuple):
     @property
     def back_bytes(self) -> int:
         return self.size_bytes - self.lost_bytes
+
+    @property
+    def crossing_bytes(self) -> int:
+        """What crosses the link, both ways together."""
+        return self.transfer_bytes * (1 if self.needed_by is None else 2)
 
 
 def least_step_ms(
@@ -188,7 +214,10 @@ def least_step_ms(
     for op in _samples([*over], over):
         gaps += _gaps_to(op, over[op], forward_count, absences, out, rates)
         gaps += _gaps_from(op, over[op], forward_count, absences, back, rates)
-    return _longest(gaps, starts, op_ms)
+    through = _Carried((a.size_bytes, a.crossing_bytes) for a in absences)
+    most = max(over.values(), default=0)
+    crossing = sum(a.crossing_bytes for a in absences) if everything_moves else through(most)
+    return max(_longest(gaps, starts, op_ms), starts[-1] + rates.memory_ms(crossing))
 
 
 def _over(during: Sequence[int], absences: Sequence[Absence], limit_bytes: int) -> dict[int, int]:
@@ -214,7 +243,7 @@ class _Gap(NamedTuple):
 
 
 class _Carried:
-    """The least bytes that cross the link for bytes in memory (definition 6)."""
+    """The least bytes that cross the link for bytes in memory (definition 7)."""
 
     def __init__(self, pairs: Iterable[tuple[int, int]]) -> None:
         """``pairs``: for each storage its bytes in memory, and those that cross the link."""

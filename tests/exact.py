@@ -167,9 +167,15 @@ def _run(program: _Program, planner: Planner, storages: Sequence[_Storage], unti
     free = [program.variable(until_ms) for _ in range(len(op_ms) + 1)]
     starts = [program.variable(until_ms) for _ in range(len(op_ms) + 1)]
     for op in range(len(op_ms) + 1):
-        program.at_least(0, (1, starts[op]), (-1, free[op]))
+        reading = [term for s in storages for term in _issued(s, op, rates)]
+        program.at_least(0, (1, starts[op]), (-1, free[op]), *reading)
         if op < len(op_ms):
-            program.at_least(op_ms[op], (1, free[op + 1]), (-1, starts[op]))
+            writing = [
+                (-rates.memory_ms(s.candidate.move.footprint.transfer_bytes), s.moves)
+                for s in storages
+                if s.candidate.offload_after == op
+            ]
+            program.at_least(op_ms[op], (1, free[op + 1]), (-1, starts[op]), *writing)
     _copy_out(program, storages, starts, op_ms, rates)
     # Rows that need not hold are loosened by more than any two times, and a copy, are apart.
     slack_ms = until_ms + max(
@@ -183,6 +189,16 @@ def _run(program: _Program, planner: Planner, storages: Sequence[_Storage], unti
     for one, other in combinations([s for s in storages if s.back], 2):
         _in_turn(program, one, other, rates, slack_ms)
     return starts[-1]
+
+
+def _issued(storage: _Storage, op: int, rates: Rates) -> list[tuple[float, int]]:
+    """What op is later by, if the reload is issued before it."""
+    if op not in storage.back:
+        return []
+    memory_ms = rates.memory_ms(storage.candidate.move.footprint.transfer_bytes)
+    before = storage.back.get(op - 1)
+    issued = [(-memory_ms, storage.back[op])]
+    return issued if before is None else [*issued, (memory_ms, before)]
 
 
 def _copied(storages: Sequence[_Storage]) -> list[int]:

@@ -29,7 +29,7 @@ def random_costs(facts: GraphFacts, choice: Random) -> Costs:
     moved_bytes = sum(move.footprint.transfer_bytes for move in moves_of(facts))
     rate = 1000 * (1 + moved_bytes) / (1 + sum(op_ms))
     out, back = (rate * choice.choice((0.25, 0.5, 1, 2, 10)) for _ in range(2))
-    return Costs(op_ms, Rates(out, back, choice.choice((0.0, 1e-5))))
+    return Costs(op_ms, Rates(out, back, choice.choice((0.0, 1e-5)), 20 * max(out, back)))
 
 
 def random_step(choice: Random, most_ops: int = 7, regions: int = 1) -> GraphFacts:

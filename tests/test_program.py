@@ -116,6 +116,34 @@ def test_what_has_time_to_move_costs_nothing_and_what_has_not_stalls() -> None:
     assert solution.step_ms == pytest.approx(20.0, abs=0.01)
 
 
+def test_what_moves_pays_for_the_memory_that_its_copies_take() -> None:
+    # Each way 10 MB take 0.2 ms of the link, beside ops, and 0.1 ms of the device's memory.
+    item = activation(0, cost_ms=0.5)
+    other = activation(3, refused="it draws random numbers", can_move=False)
+    rates = Rates(5e10, 5e10, memory_bytes_per_s=1e11)
+    solution = solved(program(item, other, rates=rates), 10 * MB)
+    assert solution is not None
+    assert solution.ways[0] == "move"
+    assert solution.step_ms == pytest.approx(20.2, abs=0.01)
+    assert solution.least_ms == pytest.approx(20.2, abs=0.01)
+    cheaper = activation(0, cost_ms=0.15)
+    assert ways(program(cheaper, other, rates=rates), 10 * MB) == ["again", "keep"]
+    assert ways(program(cheaper, other, rates=Rates(5e10, 5e10)), 10 * MB) == ["move", "keep"]
+
+
+def test_stalls_are_no_longer_for_the_memory_that_copies_take_meanwhile() -> None:
+    # 100 ms of copy each way, less the few that ops give it, and 10 ms of memory.
+    given = {"may_recompute": False}
+    plain = program(activation(0), activation(1), rates=Rates(1e8, 1e8), **given)
+    shared = program(
+        activation(0), activation(1), rates=Rates(1e8, 1e8, memory_bytes_per_s=1e9), **given
+    )
+    found = [solved(each, 10 * MB) for each in (plain, shared)]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0].step_ms == pytest.approx(found[1].step_ms, abs=0.01)
+
+
 def test_where_nothing_is_computed_again_all_that_can_moves() -> None:
     found = program(activation(0), activation(1), may_recompute=False, rates=Rates(1e8, 1e8))
     solution = solved(found, 10 * MB)

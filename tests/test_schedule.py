@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import accumulate
+from math import inf
 
 import pytest
 from exact import least_step
@@ -104,6 +105,19 @@ def test_a_copy_needed_by_the_return_is_waited_for_after_the_last_op() -> None:
     assert step_time([1, 1], 1, [transfer(3, 0, 0, 1, 2)], PLAIN) == (7, 4, 5)
 
 
+def test_copies_take_their_part_of_the_memorys_rate_from_ops() -> None:
+    # 4 ms each way beside ops, and 1 ms of memory each way: ops 1 and 2 start as much later.
+    rates = Rates(1000, 1000, memory_bytes_per_s=4000)
+    assert step_time([5, 5, 5, 5], 2, [transfer(4, 0, 1, 2, 3)], rates) == (22, 12, 0)
+
+
+def test_what_waits_for_a_copy_loses_nothing_to_its_memory() -> None:
+    # The same as without: out from 5 to 13, and op 2 starts then.
+    rates = Rates(1000, 1000, memory_bytes_per_s=4000)
+    found = step_time([5, 5, 5], 3, [transfer(8, 0, 1)], rates)
+    assert (found.step_ms, found.stalled_ms) == (18, 1)
+
+
 # --- against events -------------------------------------------------------------------------------
 
 
@@ -130,11 +144,15 @@ def simulated(
     for op in range(len(op_ms) + 1):
         before: list[object] = [("done", op - 1)] if op else []
         event(("come", op), 0.0, *before)
+        reloaded = sum(t.transfer_bytes for t in transfers if t.reload_at == op)
+        event(("memory read", op), rates.memory_ms(reloaded), ("come", op))
         needed = [("back", n) for n, t in numbered if t.needed_by == op]
-        event(("begin", op), 0.0, ("come", op), *needed)
+        event(("begin", op), 0.0, ("memory read", op), *needed)
         event(("op", op), op_ms[op] if op < len(op_ms) else 0.0, ("begin", op))
+        offloaded = sum(t.transfer_bytes for t in transfers if t.offload_after == op)
+        event(("memory written", op), rates.memory_ms(offloaded), ("op", op))
         released = [("out", n) for n, t in numbered if t.release_by == op]
-        event(("done", op), 0.0, ("op", op), *released)
+        event(("done", op), 0.0, ("memory written", op), *released)
     last: object = None
     for number, item in out_queue:
         before = [("op", item.offload_after), *([last] if last else [])]
@@ -174,7 +192,8 @@ def timed_steps(
             at = draw(st.integers(forward, need))
         found.append(transfer(draw(st.integers(1, 9)), after, release, at, need))
     rate = st.sampled_from((500.0, 1000.0, 4000.0))
-    rates = Rates(draw(rate), draw(rate), draw(st.sampled_from((0.0, 0.001))))
+    latency, memory_rate = st.sampled_from((0.0, 0.001)), st.sampled_from((inf, 8000.0, 2000.0))
+    rates = Rates(draw(rate), draw(rate), draw(latency), draw(memory_rate))
     return op_ms, forward, found, rates
 
 
@@ -188,7 +207,8 @@ def test_a_step_takes_as_long_as_its_events(
     step_ms, forward_ms = simulated(op_ms, forward_count, moved, rates)
     assert found.step_ms == pytest.approx(step_ms)
     assert found.forward_ms == pytest.approx(forward_ms)
-    assert found.stalled_ms == pytest.approx(step_ms - sum(op_ms))
+    taken = sum(t.transfer_bytes * (1 + (t.reload_at is not None)) for t in moved)
+    assert found.stalled_ms == pytest.approx(step_ms - sum(op_ms) - rates.memory_ms(taken))
 
 
 # --- the lower bound ------------------------------------------------------------------------------
