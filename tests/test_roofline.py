@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from facts_builder import FactsBuilder, RegionBuilder
 
+from offplan.fusion import KERNEL
 from offplan.graph import GraphFacts, Value, timeline
 from offplan.roofline import Rates, device_s, is_view
 
@@ -48,6 +49,21 @@ def with_constants(facts: GraphFacts, **constants: str) -> GraphFacts:
     return msgspec.structs.replace(
         facts, regions=(msgspec.structs.replace(first, forward=forward), *facts.regions[1:])
     )
+
+
+# --- what a compiler writes -----------------------------------------------------------------------
+
+
+def test_a_kernel_of_a_compiler_moves_bytes_whatever_their_layout():
+    # 4000 bytes in and 8000 out; of an expanded input 40 bytes in and 4000 out.
+    r = region()
+    wide = r.op(KERNEL, [r.input("x", (10, 100))], (10, 100), dtype="float64")
+    r.op(KERNEL, [r.view(r.input("y", (10, 1)), (10, 100), stride=(1, 0))], (1000,))
+    assert wide
+    found = times_us(r.facts.build(), MEMORY)
+    assert found[0] == pytest.approx(12 / 0.49)
+    assert found[-1] == pytest.approx(4.04 / 0.49)
+    assert times_us(r.facts.build(), KERNELS)[0] == pytest.approx(1.0)
 
 
 # --- views ----------------------------------------------------------------------------------------
