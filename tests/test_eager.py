@@ -333,7 +333,7 @@ def gradients(use: Use, device: str, with_offload: bool, **options: Any) -> dict
 def assert_offloaded_equals_plain(use: Use, device: str, **options: Any) -> None:
     expected = gradients(use, device, with_offload=False)
     for room in ({}, SHORT_OF_ROOM):
-        assert_same(gradients(use, device, with_offload=True, **room, **options), expected)
+        assert_same(gradients(use, device, with_offload=True, **{**room, **options}), expected)
 
 
 def step(model: Layers, x: torch.Tensor, offload: Any) -> None:
