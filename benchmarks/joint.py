@@ -3,6 +3,7 @@
     python benchmarks/joint.py run      # measures three models, whatever is not there yet
     python benchmarks/joint.py run --only llama --part plans
     python benchmarks/joint.py plan     # makes only the plans, which needs no GPU
+    python benchmarks/joint.py steps    # without a GPU: steps as predicted, beside those measured
     python benchmarks/joint.py plot     # the results as a picture
 
 Parts: ``plans`` with all actions, at 95 to 45% of the peak that is predicted without a plan and at
@@ -209,6 +210,7 @@ def judged(models: Models) -> dict[str, Any]:
     levels = {name: list(_levels(parts)) for name, parts in models.items()}
     arms = [each for parts in models.values() for each in _relative(parts, "plans")]
     found = [level for all_of in levels.values() for level in all_of]
+    noise = {name: _noise(parts) for name, parts in models.items()}
     met = {
         "every arm was measured": set(models) == set(MODELS)
         and all(
@@ -231,6 +233,11 @@ def judged(models: Models) -> dict[str, Any]:
         "no slower than any other way within the budget": all(
             level["over_best"] is None or level["over_best"] <= 1.0 for level in found
         ),
+        "no slower but for what a step without a plan differs from itself": all(
+            level["over_best"] is None or level["over_best"] <= _same(noise[name])
+            for name, all_of in levels.items()
+            for level in all_of
+        ),
         "better by 5% at three levels of each model": all(
             sum(_is_better(level) for level in all_of) >= BETTER_AT for all_of in levels.values()
         ),
@@ -243,7 +250,6 @@ def judged(models: Models) -> dict[str, Any]:
             if name in models
         },
     }
-    noise = {name: _noise(parts) for name, parts in models.items()}
     return {"ok": all(met.values()), "met": met, "noise": noise, "levels": levels, "models": models}
 
 
@@ -283,6 +289,11 @@ def _noise(parts: dict[str, Any]) -> dict[str, Any]:
     return found | (
         {"least_beside_itself": min(itself), "most_beside_itself": max(itself)} if itself else {}
     )
+
+
+def _same(noise: dict[str, Any]) -> float:
+    """How far apart ratios of equal steps can be, by what was seen of a step beside itself."""
+    return noise.get("most_beside_itself", 1.0) / noise.get("least_beside_itself", 1.0)
 
 
 def _levels(parts: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -368,6 +379,67 @@ def _prepared(ready: Any, part: str, name: str) -> Any:
     return ready.planned(name, load_plan(path))
 
 
+# --- what is predicted of steps without a plan ----------------------------------------------------
+
+# Of ``activation_memory_budget``, beside none.
+SHARES = ("0.9", "0.6", "0.3", "0.0")
+
+
+def predict(options: argparse.Namespace) -> dict[str, Any]:
+    """Steps of Inductor alone, as predicted by this version and as measured on the GPU before."""
+    found: dict[str, Any] = {}
+    path = options.out / "h200-joint.json"
+    measured = json.loads(path.read_text())["models"]
+    for name in _asked(options):
+        spec, params = _known(options)[name]
+        *_, got = streamed(__file__, "steps", spec, params, "cuda")
+        if got["exit_code"]:
+            raise SystemExit(got["said"])
+        found[name] = {
+            share: _beside(got["steps_ms"][share], list(_steps_ms(measured[name], share)))
+            for share in got["steps_ms"]
+        }
+        for share, step in found[name].items():
+            print(f"{name:20} {share:8} {step}", flush=True)
+    off = [abs(each["off"]) for steps in found.values() for each in steps.values()]
+    return {"ok": max(off) <= MOST_STEP, "most_off": max(off), "models": found}
+
+
+def _beside(predicted_ms: float, measured_ms: list[float]) -> dict[str, Any]:
+    mean_ms = sum(measured_ms) / len(measured_ms)
+    return {
+        "predicted_ms": round(predicted_ms, 2),
+        "measured_ms": [round(each, 2) for each in measured_ms],
+        "off": round(predicted_ms / mean_ms - 1, 4),
+    }
+
+
+def _steps_ms(parts: dict[str, Any], share: str) -> Iterator[float]:
+    """Every measured step of the arm; of the one without a budget, of each group."""
+    for group in (group for part in PARTS for group in parts[part]):
+        arms = _measured(group)
+        if share == "none":
+            yield from (arm["step_ms"] for arm in arms[:1])
+        elif group in parts["budgets"]:
+            yield from (arm["step_ms"] for arm in arms[1:] if arm["name"] == share)
+
+
+def predict_child(spec: str, params: dict[str, str]) -> Iterator[dict[str, Any]]:
+    import torch._functorch.config as functorch_config
+
+    from offplan.budget import Outlooks
+    from offplan.trace.capture import TraceOptions, traced
+
+    steps: dict[str, float] = {}
+    for share in ("none", *SHARES):
+        budget = 1.0 if share == "none" else float(share)
+        with functorch_config.patch(activation_memory_budget=budget):
+            step = traced(spec, params, TraceOptions(device="cuda", compiler="inductor"))
+        aim = Aim(profile=profile_for(step.facts.gpu or ""))
+        steps[share] = Outlooks(step.facts, (), aim).planner.starts[-1]
+        yield {"steps_ms": steps}
+
+
 # --- a picture ------------------------------------------------------------------------------------
 
 _LABELS = {
@@ -412,13 +484,14 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="benchmark", required=True)
-    for name in ("plan", "run", "plot"):
+    for name in ("plan", "run", "steps", "plot"):
         command = commands.add_parser(name)
         command.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
         command.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
         if name == "plot":
             continue
-        command.add_argument("--plans", type=Path, default=ROOT / "build" / "joint")
+        if name != "steps":
+            command.add_argument("--plans", type=Path, default=ROOT / "build" / "joint")
         command.add_argument("--small", action="store_true", help="tiny, to try it out")
         command.add_argument("--only", help="models whose name has this in it")
         if name == "run":
@@ -427,7 +500,7 @@ def parse() -> argparse.Namespace:
             command.add_argument("--jobs", type=int, default=1, help="groups at a time")
             command.add_argument("--group", type=int, default=GROUP, help="arms of a group")
     hidden = commands.add_parser("child")
-    hidden.add_argument("--what", choices=("make", *PARTS), required=True)
+    hidden.add_argument("--what", choices=("make", "steps", *PARTS), required=True)
     hidden.add_argument("--device", default="cuda")
     hidden.add_argument("spec")
     hidden.add_argument("params", nargs="*")
@@ -439,8 +512,17 @@ def main() -> None:
     if options.benchmark == "child":
         params = dict(text.split("=", 1) for text in options.params)
         child = make_child if options.what == "make" else group_child
-        for found in child(options.what, options.spec, params, options.device):
+        made = (
+            predict_child(options.spec, params)
+            if options.what == "steps"
+            else child(options.what, options.spec, params, options.device)
+        )
+        for found in made:
             print(json.dumps(found), flush=True)
+        return
+    if options.benchmark == "steps":
+        results = Results("joint", "steps", "cpu", options.out)
+        results.close(predict(options))
         return
     if options.benchmark == "plot":
         # Those of planning alone have a longer name.

@@ -90,7 +90,7 @@ class Bench:
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         self.turns = Turns(os.environ.get("GPU_LOCK"))
         torch.manual_seed(0)
-        with DrawnOn(self.device):
+        with self.turns.compiling(), DrawnOn(self.device):
             self.target = build_real(spec, params, self.device)
         self.step = step_of(self.target)
         self.baseline: dict[str, Any] | None = None
@@ -201,9 +201,12 @@ def part(bench: Bench, ways: Sequence[Way]) -> Iterator[dict[str, Any]]:
     """The arms of a part; the first way is the baseline."""
     failed: dict[str, str] = {}
     is_compiled = ways[0].eager is None
-    calls = _compiled(bench, ways, failed) if is_compiled else {}
-    if not is_compiled:
-        _pinned(bench, ways, failed)
+    calls: dict[str, Gated] = {}
+    with bench.turns.compiling():
+        if is_compiled:
+            calls = _compiled(bench, ways, failed)
+        else:
+            _pinned(bench, ways, failed)
     with bench.turns.alone():
         for way in ways:
             if way.name not in failed and (way.name in calls or not is_compiled):

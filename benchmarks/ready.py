@@ -37,8 +37,10 @@ from offplan.replay.compiled import build_real, loss_of
 from offplan.target import load_target
 from offplan.trace.backend import step_of
 
-# Steps whose peak is read, after those that warm up; and steps of each of two arms that are timed.
-WARM_UP, STEPS, PAIRS = 2, 2, 11
+# Steps whose peak is read, after those that warm up.
+WARM_UP, STEPS = 2, 2
+# Steps of each of two arms that are timed: as many as take so long, of one arm, within these.
+TIMED_MS, LEAST_PAIRS, MOST_PAIRS = 3000.0, 11, 31
 # A prediction of the peak that is further off has the allocator's own events kept beside it.
 LOOK_AT = 0.003
 
@@ -66,8 +68,6 @@ class Ready:
         self.start = time.perf_counter()
         self.name = "-".join([Path(spec.split(":")[-1]).stem, *params.values()])
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-        # Without a GPU it is tried out: the times are of no use.
-        self.pairs = PAIRS if self.device.type == "cuda" else 1
         self.turns = Turns(os.environ.get("GPU_LOCK"))
         # One code object has all arms.
         torch._dynamo.config.recompile_limit = 64
@@ -127,12 +127,12 @@ class Ready:
             self._empty()
             for _ in range(WARM_UP):
                 self._timed(arm)
-            peaks = [self._timed(arm)[1] for _ in range(STEPS)]
+            steps = [self._timed(arm) for _ in range(STEPS)]
             mine: list[float] = []
             others: list[float] = []
             loss = 0.0
             with _collecting_nothing():
-                for number in range(-WARM_UP, self.pairs):
+                for number in range(-WARM_UP, self._pairs(min(steps)[0])):
                     other_ms = self._timed(beside)[0]
                     step_ms, _, loss = self._timed(arm)
                     if number >= 0:
@@ -144,7 +144,7 @@ class Ready:
                 "samples_ms": mine,
                 "beside": {"name": beside.name, "step_ms": statistics.median(others)},
                 "beside_samples_ms": others,
-                "peak_allocated_bytes": max(peaks),
+                "peak_allocated_bytes": max(peak for _, peak, _ in steps),
                 "loss": loss,
             }
             if arm.backend is not None:
@@ -158,6 +158,12 @@ class Ready:
         if abs(found["off"].get("peak_allocated_bytes", 0.0)) > LOOK_AT:
             self._keep_events(arm)
         return found
+
+    def _pairs(self, step_ms: float) -> int:
+        if self.device.type == "cpu":
+            # It is tried out: times are of no use.
+            return 1
+        return min(max(round(TIMED_MS / step_ms), LEAST_PAIRS), MOST_PAIRS)
 
     def _keep_events(self, arm: Arm) -> None:
         """What the allocator does in one more step, to be laid beside the prediction."""
