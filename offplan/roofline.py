@@ -20,9 +20,9 @@
 8.  What a compiler writes itself (``fusion.KERNEL``) has a part of the memory rate.
 
 All constants were fitted to times of single ops in training steps of twelve models on an H200 with
-torch 2.11; the last to eleven steps that Inductor compiled of three language models, with nothing
-to all of them computed again, of which it makes none more than 2.2% off.  Times that depend on
-values (how often an index repeats) are of ordinary ones.
+torch 2.11; the last to steps that Inductor compiled of three language models, with nothing to all
+of them computed again, of which it makes none more than 4% off.  Times that depend on values (how
+often an index repeats) are of ordinary ones.
 """
 
 from __future__ import annotations
