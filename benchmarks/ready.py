@@ -39,8 +39,10 @@ from offplan.trace.backend import step_of
 
 # Steps whose peak is read, after those that warm up.
 WARM_UP, STEPS = 2, 2
-# Steps of each of two arms that are timed: as many as take so long, of one arm, within these.
-TIMED_MS, LEAST_PAIRS, MOST_PAIRS = 3000.0, 11, 31
+# Steps of each of two arms that are timed: as many as take so long, of one arm, within these.  They
+# are timed in rounds, each in memory that is asked for anew: the same plan differed by 1% from one
+# process to another.
+TIMED_MS, LEAST_PAIRS, MOST_PAIRS, ROUNDS = 3000.0, 12, 30, 3
 # A prediction of the peak that is further off has the allocator's own events kept beside it.
 LOOK_AT = 0.003
 
@@ -128,16 +130,12 @@ class Ready:
             for _ in range(WARM_UP):
                 self._timed(arm)
             steps = [self._timed(arm) for _ in range(STEPS)]
-            mine: list[float] = []
-            others: list[float] = []
-            loss = 0.0
-            with _collecting_nothing():
-                for number in range(-WARM_UP, self._pairs(min(steps)[0])):
-                    other_ms = self._timed(beside)[0]
-                    step_ms, _, loss = self._timed(arm)
-                    if number >= 0:
-                        mine.append(step_ms)
-                        others.append(other_ms)
+            count = self._pairs(min(steps)[0])
+            # On a CPU it is tried out: times are of no use.
+            turns = ROUNDS if self.device.type == "cuda" else 1
+            rounds = [self._round(arm, beside, count) for _ in range(turns)]
+            mine = [step_ms for pairs in rounds for step_ms, _ in pairs]
+            others = [step_ms for pairs in rounds for _, step_ms in pairs]
             found: dict[str, Any] = {
                 "name": arm.name,
                 "step_ms": statistics.median(mine),
@@ -145,7 +143,7 @@ class Ready:
                 "beside": {"name": beside.name, "step_ms": statistics.median(others)},
                 "beside_samples_ms": others,
                 "peak_allocated_bytes": max(peak for _, peak, _ in steps),
-                "loss": loss,
+                "loss": steps[-1][2],
             }
             if arm.backend is not None:
                 found["moved_bytes"] = arm.backend.stats().offloaded_bytes // arm.steps
@@ -159,11 +157,20 @@ class Ready:
             self._keep_events(arm)
         return found
 
+    def _round(self, arm: Arm, beside: Arm, count: int) -> list[tuple[float, float]]:
+        """``count`` steps of both in turn, in memory that is asked for anew."""
+        self._empty()
+        with _collecting_nothing():
+            for _ in range(WARM_UP):
+                self._timed(beside)
+                self._timed(arm)
+            return [(self._timed(arm)[0], self._timed(beside)[0]) for _ in range(count)]
+
     def _pairs(self, step_ms: float) -> int:
+        """How many steps of a round are timed."""
         if self.device.type == "cpu":
-            # It is tried out: times are of no use.
             return 1
-        return min(max(round(TIMED_MS / step_ms), LEAST_PAIRS), MOST_PAIRS)
+        return min(max(round(TIMED_MS / step_ms), LEAST_PAIRS), MOST_PAIRS) // ROUNDS
 
     def _keep_events(self, arm: Arm) -> None:
         """What the allocator does in one more step, to be laid beside the prediction."""
