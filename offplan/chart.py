@@ -4,8 +4,8 @@
     predictions that the plan was made with: memory is ``offplan.memory``'s, op times the profile's
     roofline, copies ``offplan.schedule``'s.
 2.  Time is milliseconds from the start of the forward.  An op stands from ``starts_ms[k]`` for
-    ``op_ms[k]``; waits for copies lie between ops.  A *moment* is when its op is, so that what
-    happens between two graphs shows at the op beside it.
+    ``op_ms[k]``; waits for copies, and what these take of memory, lie between ops.  A *moment* is
+    when its op is, so that what happens between two graphs shows at the op beside it.
 3.  ``stacked`` has the bytes of each part at each moment; their sum is the curve whose highest
     point is the peak, less what the allocator's blocks add (``memory.Spans``).
 

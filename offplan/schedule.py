@@ -92,10 +92,12 @@ class Copied(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """Compute waits for ``wait_ms`` before op ``op``: the step's end, if there is no such op."""
+    """Compute waits for ``wait_ms``, until ``end_ms``, before op ``op``: the step's end, if there
+    is no such op."""
 
     op: int
     wait_ms: float
+    end_ms: float
 
 
 class Played(NamedTuple):
@@ -111,7 +113,7 @@ class Played(NamedTuple):
 def step_time(
     op_ms: Sequence[float], forward_count: int, transfers: Iterable[Transfer], rates: Rates
 ) -> StepTime:
-    """The time of a step under ``transfers`` (definitions 1 to 3), of which ``forward_count`` ops
+    """The time of a step under ``transfers`` (definitions 1 to 4), of which ``forward_count`` ops
     come before the first op of a backward."""
     return play(op_ms, forward_count, transfers, rates).time
 
@@ -145,7 +147,7 @@ def play(
                 copies.append(Copied(place, "device", begin, to_device))
         if op in needs:
             ready = max(now, *(back[place] for place in needs[op]))
-            stalls.append(Stall(op, ready - now))
+            stalls.append(Stall(op, ready - now, ready))
             stalled += ready - now
             now = ready
         if op == forward_count:
@@ -163,7 +165,7 @@ def play(
                 copies.append(Copied(place, "host", begin, to_host))
         if op in releases:
             ready = max(now, *(landed[place] for place in releases[op]))
-            stalls.append(Stall(op + 1, ready - now))
+            stalls.append(Stall(op + 1, ready - now, ready))
             stalled += ready - now
             now = ready
     waits = tuple(stall for stall in stalls if stall.wait_ms > 0)

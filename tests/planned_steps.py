@@ -29,7 +29,10 @@ def random_costs(facts: GraphFacts, choice: Random) -> Costs:
     moved_bytes = sum(move.footprint.transfer_bytes for move in moves_of(facts))
     rate = 1000 * (1 + moved_bytes) / (1 + sum(op_ms))
     out, back = (rate * choice.choice((0.25, 0.5, 1, 2, 10)) for _ in range(2))
-    return Costs(op_ms, Rates(out, back, choice.choice((0.0, 1e-5)), 20 * max(out, back)))
+    latency = choice.choice((0.0, 1e-5))
+    # Copies take from all of the memory's rate to a twentieth, by what is drawn anyway.
+    memory = max(out, back) * (1, 3, 20)[facts.op_count % 3]
+    return Costs(op_ms, Rates(out, back, latency, memory))
 
 
 def random_step(choice: Random, most_ops: int = 7, regions: int = 1) -> GraphFacts:

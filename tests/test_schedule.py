@@ -17,7 +17,7 @@ from planned_steps import planner_of, random_costs
 from offplan import memory
 from offplan.graph import GraphFacts, StorageId
 from offplan.planner import Planner
-from offplan.schedule import Absence, Rates, least_step_ms, step_time
+from offplan.schedule import Absence, Rates, least_step_ms, play, step_time
 from offplan.transfers import Transfer
 
 # 1 byte takes 1 ms, each way.
@@ -116,6 +116,15 @@ def test_what_waits_for_a_copy_loses_nothing_to_its_memory() -> None:
     rates = Rates(1000, 1000, memory_bytes_per_s=4000)
     found = step_time([5, 5, 5], 3, [transfer(8, 0, 1)], rates)
     assert (found.step_ms, found.stalled_ms) == (18, 1)
+
+
+def test_a_wait_for_a_release_ends_before_a_reload_takes_memory() -> None:
+    # Out from 1 to 5, which op 0's release waits for; 2 ms of memory at each end, the first of them
+    # meanwhile.  Back from 5 to 9.
+    rates = Rates(1000, 1000, memory_bytes_per_s=2000)
+    found = play([1, 1], 1, [transfer(4, 0, 0, 1, 1)], rates)
+    assert found.stalls == ((1, 2, 5), (1, 2, 9))
+    assert found.starts_ms == (0, 9, 10)
 
 
 # --- against events -------------------------------------------------------------------------------
@@ -316,6 +325,18 @@ def test_the_exact_optimum_is_no_faster_than_the_bound(facts: GraphFacts, seed: 
     planned = planner.plan(limit)
     found = least_step(planner, limit, 1.02 * planned.time.step_ms + 0.01)
     assert planned.least_step_ms <= found.step_ms * (1 + 1e-6)
+
+
+def test_what_must_cross_takes_its_part_of_the_memorys_rate_at_least() -> None:
+    # One of two storages of 5 bytes must be away during op 2, the cheaper there and back: 2 ms each
+    # way.  Or both, of which the other never comes back.
+    absences = [Absence(1, 4, 5, 5), Absence(0, None, 5, 9)]
+    rates = Rates(1e9, 1e9, memory_bytes_per_s=2500)
+    step = [1.0] * 6, 3, [0, 10, 10, 0, 0, 0], absences
+    assert least_step_ms(*step, 5, rates) == pytest.approx(6 + 9 / 2.5)
+    assert least_step_ms(*step, 6, rates) == pytest.approx(6 + 0.8 * 9 / 2.5)
+    both = least_step_ms(*step, 5, rates, everything_moves=True)
+    assert both == pytest.approx(6 + (10 + 9) / 2.5)
 
 
 def test_a_looser_limit_has_no_higher_bound() -> None:

@@ -79,7 +79,7 @@ def test_a_column_shows_what_is_held_while_compute_waits() -> None:
     _, plan = drawn_charts()
     stall = max(plan.played.stalls, key=lambda each: each.wait_ms)
     drawn = columns(plan, span_of(plan), 4000)
-    middle_ms = plan.starts_ms[stall.op] - stall.wait_ms / 2
+    middle_ms = stall.end_ms - stall.wait_ms / 2
     moment = drawn.moments[int(middle_ms / span_of(plan) * 4000)]
     assert moment is not None
     # What is held from the op before it on.

@@ -235,9 +235,8 @@ def _waits(drawn: Drawn) -> Iterator[tuple[int, ...]]:
     """When each wait ends, and how long it is."""
     if not drawn.has_times:
         return
-    starts = drawn.chart.starts_ms
     for stall in drawn.chart.played.stalls:
-        yield round(_NS_PER_MS * starts[stall.op]), round(_NS_PER_MS * stall.wait_ms)
+        yield round(_NS_PER_MS * stall.end_ms), round(_NS_PER_MS * stall.wait_ms)
 
 
 # --- storages -------------------------------------------------------------------------------------

@@ -246,8 +246,7 @@ def _lanes(panel: _Panel) -> Iterator[Shape]:
         width = max(end - begin - 1, 1)
         yield Rect(round(begin, 1), tops[copy.to], round(width, 1), _LANE, colours[copy.to], says)
     for stall in chart.played.stalls:
-        end_ms = chart.starts_ms[stall.op]
-        begin, end = panel.x(end_ms - stall.wait_ms), panel.x(end_ms)
+        begin, end = panel.x(stall.end_ms - stall.wait_ms), panel.x(stall.end_ms)
         before = chart.ops[stall.op].target if stall.op < len(chart.ops) else "the end"
         says = f"compute waits {format_ms(stall.wait_ms)} before {plain(before)}"
         width = max(round(end - begin, 1), 2)

@@ -186,8 +186,7 @@ def lanes(chart: Chart) -> dict[str, tuple[Busy, ...]]:
     for copy in chart.played.copies:
         found[copy.to].append(Busy(copy.begin_ms, copy.end_ms))
     for stall in chart.played.stalls:
-        end_ms = chart.starts_ms[stall.op]
-        found["wait"].append(Busy(end_ms - stall.wait_ms, end_ms))
+        found["wait"].append(Busy(stall.end_ms - stall.wait_ms, stall.end_ms))
     return {name: tuple(spans) for name, spans in found.items()}
 
 

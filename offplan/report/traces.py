@@ -204,10 +204,9 @@ def _shape(value: Value) -> str:
 
 def _waits(chart: Chart) -> Iterator[Event]:
     for stall in chart.played.stalls:
-        end_ms = chart.starts_ms[stall.op]
         args = {"wait_ms": round(stall.wait_ms, 6), "op": stall.op}
         before = chart.ops[stall.op].target if stall.op < len(chart.ops) else "the end"
-        yield _slice(WAITS, f"before {before}", end_ms - stall.wait_ms, end_ms, args)
+        yield _slice(WAITS, f"before {before}", stall.end_ms - stall.wait_ms, stall.end_ms, args)
 
 
 def _copies(chart: Chart) -> Iterator[Event]:
