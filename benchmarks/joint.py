@@ -385,11 +385,13 @@ def _prepared(ready: Any, part: str, name: str) -> Any:
 SHARES = ("0.9", "0.6", "0.3", "0.0")
 
 
-def predict(options: argparse.Namespace) -> dict[str, Any]:
-    """Steps of Inductor alone, as predicted by this version and as measured on the GPU before."""
-    found: dict[str, Any] = {}
-    path = options.out / "h200-joint.json"
-    measured = json.loads(path.read_text())["models"]
+def predict(options: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """Steps of Inductor alone, as predicted by this version and as measured on the GPU before.
+
+    Of models that are not asked for, what ``path`` has of them."""
+    before = json.loads(path.read_text())["models"] if path.exists() else {}
+    found: dict[str, Any] = {name: before[name] for name in MODELS if name in before}
+    measured = json.loads((options.out / "h200-joint.json").read_text())["models"]
     for name in _asked(options):
         spec, params = _known(options)[name]
         *_, got = streamed(__file__, "steps", spec, params, "cuda")
@@ -522,7 +524,7 @@ def main() -> None:
         return
     if options.benchmark == "steps":
         results = Results("joint", "steps", "cpu", options.out)
-        results.close(predict(options))
+        results.close(predict(options, results.path))
         return
     if options.benchmark == "plot":
         # Those of planning alone have a longer name.

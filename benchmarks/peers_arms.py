@@ -90,7 +90,7 @@ class Bench:
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         self.turns = Turns(os.environ.get("GPU_LOCK"))
         torch.manual_seed(0)
-        with self.turns.compiling(), DrawnOn(self.device):
+        with self.turns.compiling(), self.turns.alone(), DrawnOn(self.device):
             self.target = build_real(spec, params, self.device)
         self.step = step_of(self.target)
         self.baseline: dict[str, Any] | None = None
@@ -640,17 +640,16 @@ def deepcompile(bench: Bench, name: str) -> Iterator[dict[str, Any]]:
     way = Way(name, "deepcompile")
     watch = threading.Timer(MOST_DEEPCOMPILE_S, _give_up, (name,))
     watch.daemon = True
-    watch.start()
     with _reported(way, failed):
         _needs_gpu(bench)
         if importlib.util.find_spec("deepspeed") is None:
             raise NotHereError("deepspeed is not installed")
         way.said["version"] = f"deepspeed {version('deepspeed')}"
-        with ExitStack() as stack:
+        with ExitStack() as stack, bench.turns.compiling():
+            watch.start()
             stack.callback(watch.cancel)
             found = _deepspeed_steps(bench, "offload" in name, way.said, watch, stack)
         yield {"arm": bench.arm(way, found)}
-    watch.cancel()
     yield {"not_measured": failed}
 
 
