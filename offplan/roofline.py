@@ -12,17 +12,16 @@
     multiprocessors, unless it can split the summed dimension.  Rows that are not aligned fall back
     to kernels that are several times slower.
 5.  A *convolution* takes its arithmetic and its traffic one after the other; all but those of
-    single elements in place also convert what they read and write to another layout and back.
+    single elements in place, and of images with their channels last, also convert what they read
+    and write to another layout and back.
 6.  *Attention* is two products forward and five backward, half of each under a causal mask.
 7.  What remains (reductions, normalizations, look-ups, scatters, pooling) has a part of the element
     rate by kind, which is lower where few rows or channels leave multiprocessors idle.
-
 8.  What a compiler writes itself (``fusion.KERNEL``) has a part of the memory rate.
 
 All constants were fitted to times of single ops in training steps of twelve models on an H200 with
-torch 2.11; the last to steps that Inductor compiled of three language models, with nothing to all
-of them computed again, of which it makes none more than 4% off.  Times that depend on values (how
-often an index repeats) are of ordinary ones.
+torch 2.11; the last to steps that Inductor compiled of six models, three of them with nothing to
+all computed again.  Times that depend on values (how often an index repeats) are of ordinary ones.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ _SCATTER_PARTS = {
 _SINGLE_SCATTER_PART = 0.015
 _SINGLE_LOOKUP_PART = 0.46
 # Part of the memory rate (definition 8).
-_FUSED_PART = 0.49
+_FUSED_PART = 0.55
 # Kernels that an op launches, where they are more than one.
 _KERNELS = {
     "nll_loss_forward": 5,
@@ -325,12 +324,16 @@ def _convolution_s(call: _Call, rates: Rates) -> float:
         rate *= _CONVOLUTION_BACKWARD_PART
     is_pointwise = math.prod(weight.shape[2:]) == 1 and image.shape[2:] == result.shape[2:]
     traffic_s = _bytes((image, weight, result)) / rates.memory_bytes_per_s
-    traffic_s *= 1.0 if is_pointwise else _LAYOUT_PASSES
+    traffic_s *= 1.0 if is_pointwise or _has_channels_last(image) else _LAYOUT_PASSES
     if not call.is_backward:
         return flops / rate + traffic_s
     wanted = {value.shape for value in call.outputs}
     gradients = (image.shape in wanted) + (weight.shape in wanted)
     return gradients * (flops / rate + traffic_s)
+
+
+def _has_channels_last(image: Value) -> bool:
+    return len(image.shape) > 2 and image.shape[1] > 1 and image.stride[1] == 1
 
 
 # --- attention ------------------------------------------------------------------------------------
