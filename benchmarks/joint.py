@@ -271,21 +271,14 @@ def _baseline_ms(group: dict[str, Any], arm: dict[str, Any]) -> float:
 
 def _noise(parts: dict[str, Any]) -> dict[str, Any]:
     """How far the baselines of the groups are apart: the same step, in one process and another."""
-    steps = [
-        _measured(group)[0]["step_ms"]
-        for part in PARTS
-        for group in parts.get(part, ())
-        if _measured(group)
+    baselines = [
+        arms[0] for part in PARTS for group in parts.get(part, ()) if (arms := _measured(group))
     ]
-    if not steps:
+    if not baselines:
         return {}
+    steps = [arm["step_ms"] for arm in baselines]
     found = {"baselines": len(steps), "least_ms": min(steps), "most_ms": max(steps)}
-    itself = [
-        arms[0]["step_ms"] / arms[0]["beside"]["step_ms"]
-        for part in PARTS
-        for group in parts.get(part, ())
-        if (arms := _measured(group)) and "beside" in arms[0]
-    ]
+    itself = [arm["step_ms"] / arm["beside"]["step_ms"] for arm in baselines if "beside" in arm]
     return found | (
         {"least_beside_itself": min(itself), "most_beside_itself": max(itself)} if itself else {}
     )
@@ -426,7 +419,10 @@ def _steps_ms(parts: dict[str, Any], share: str) -> Iterator[float]:
             yield from (arm["step_ms"] for arm in arms[1:] if arm["name"] == share)
 
 
-def predict_child(spec: str, params: dict[str, str]) -> Iterator[dict[str, Any]]:
+def predict_child(
+    part: str, spec: str, params: dict[str, str], device: str
+) -> Iterator[dict[str, Any]]:
+    """The predicted step without a budget, and at each of ``SHARES``."""
     import torch._functorch.config as functorch_config
 
     from offplan.budget import Outlooks
@@ -436,7 +432,7 @@ def predict_child(spec: str, params: dict[str, str]) -> Iterator[dict[str, Any]]
     for share in ("none", *SHARES):
         budget = 1.0 if share == "none" else float(share)
         with functorch_config.patch(activation_memory_budget=budget):
-            step = traced(spec, params, TraceOptions(device="cuda", compiler="inductor"))
+            step = traced(spec, params, TraceOptions(device=device, compiler="inductor"))
         aim = Aim(profile=profile_for(step.facts.gpu or ""))
         steps[share] = Outlooks(step.facts, (), aim).planner.starts[-1]
         yield {"steps_ms": steps}
@@ -513,13 +509,8 @@ def main() -> None:
     options = parse()
     if options.benchmark == "child":
         params = dict(text.split("=", 1) for text in options.params)
-        child = make_child if options.what == "make" else group_child
-        made = (
-            predict_child(options.spec, params)
-            if options.what == "steps"
-            else child(options.what, options.spec, params, options.device)
-        )
-        for found in made:
+        child = {"make": make_child, "steps": predict_child}.get(options.what, group_child)
+        for found in child(options.what, options.spec, params, options.device):
             print(json.dumps(found), flush=True)
         return
     if options.benchmark == "steps":

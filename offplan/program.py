@@ -355,18 +355,15 @@ class Program:
     def _share(self) -> None:
         """Definition 4: delays are no shorter than what copies take of memory.  They may be waits
         at the same time, in which the link carries on."""
-        out: dict[int, float] = {self.forward_delay: 1.0}
-        back: dict[int, float] = {self.backward_delay: 1.0}
+        taken: dict[int, float] = defaultdict(float)
         for place, item in enumerate(self.found):
             column = self.ways[place].get("move")
             # Of what the traced pair does not save, a choice may save a part.
             if column is None or not item.can_move:
                 continue
-            taken_ms = self.step.rates.memory_ms(item.transfer_bytes)
-            out[column] = out.get(column, 0.0) - taken_ms
-            back[column] = back.get(column, 0.0) - taken_ms
-        self._row(out, 0.0)
-        self._row(back, 0.0)
+            taken[column] -= self.step.rates.memory_ms(item.transfer_bytes)
+        for delay in (self.forward_delay, self.backward_delay):
+            self._row({delay: 1.0, **taken}, 0.0)
 
     # --- solving ----------------------------------------------------------------------------------
 
