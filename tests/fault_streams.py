@@ -171,6 +171,9 @@ def lagging_device() -> Iterator[tuple[Device, Cuda]]:
         finally:
             device.current = before
 
+    def set_stream(stream: Stream) -> None:
+        device.current = None if stream is compute else stream
+
     def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
         if device.current is None:
             return _copy(target, source, non_blocking)
@@ -190,6 +193,9 @@ def lagging_device() -> Iterator[tuple[Device, Cuda]]:
         patch.setattr(torch.cuda, "Stream", lambda place=None: Stream(device))
         patch.setattr(torch.cuda, "current_stream", current)
         patch.setattr(torch.cuda, "stream", on)
+        patch.setattr(torch.cuda, "set_stream", set_stream)
+        patch.setattr(runtime, "stream_key", current)
+        patch.setattr(runtime, "is_current_device", lambda index: True)
         patch.setattr(torch.cuda, "synchronize", lambda place=None: device.settle())
         patch.setattr(torch.cuda, "cudart", lambda: cuda)
         patch.setattr(torch.Tensor, "copy_", copy)

@@ -36,6 +36,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -46,7 +47,7 @@ from offplan.errors import DeviceError, OffplanError
 from offplan.footprint import Pattern
 from offplan.replay.host import HostPool, Lease, Pageable, Pinning
 from offplan.replay.packing import gather, scatter, window
-from offplan.trace._torch import storage_key
+from offplan.trace._torch import is_current_device, storage_key, stream_key
 from offplan.transfers import buffer_bytes, first_byte
 
 # A copy that was issued: an event on the GPU; None on the CPU, where nothing is left to wait for.
@@ -196,12 +197,21 @@ class Event(torch.cuda.Event):
 
 
 class CudaLink:
-    """Copies by the copy engines, on one stream each way (definitions 1 to 5)."""
+    """Copies by the copy engines, on one stream each way (definitions 1 to 5).
+
+    A step's host issues them between its kernels, and where it takes long over that the device runs
+    out of these; so each costs as few calls as it can.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.to_host = torch.cuda.Stream(device)
         self.to_device = torch.cuda.Stream(device)
+        # Where the compute stream stands.  A stream that waits for it waits for what it says at
+        # that moment, so that one event does for all copies.
+        self._here = Event()
+        self._index = device.index or 0
+        self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
@@ -216,7 +226,7 @@ class CudaLink:
         self.wait(copy)
 
     def wait(self, copy: Copy) -> None:
-        torch.cuda.current_stream(self.device).wait_event(copy)
+        self._compute().wait_event(copy)
 
     def drain(self) -> None:
         self.to_host.synchronize()
@@ -236,12 +246,43 @@ class CudaLink:
         source: torch.Tensor,
         after: Copy | None,
     ) -> Copy:
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if not is_current_device(self._index):
+            with torch.cuda.device(self.device):
+                return self._issue(stream, target, source, after)
+        compute = self._compute()
+        compute.record_event(self._here)
+        stream.wait_event(self._here)
         if after is not None:
             stream.wait_event(after)
-        with torch.cuda.stream(stream):
+        with _OnStream(stream, compute):
             target.copy_(source, non_blocking=True)
         return stream.record_event(Event())
+
+    def _compute(self) -> torch.cuda.Stream:
+        """The current stream of the device."""
+        key = stream_key(self._index)
+        found = self._streams.get(key)
+        if found is None:
+            found = self._streams[key] = torch.cuda.current_stream(self.device)
+        return found
+
+
+class _OnStream:
+    """``stream`` is the current one in place of ``before``, of the current device.
+
+    ``torch.cuda.stream`` asks first for what is current, which is known here.
+    """
+
+    __slots__ = ("before", "stream")
+
+    def __init__(self, stream: torch.cuda.Stream, before: torch.cuda.Stream) -> None:
+        self.stream, self.before = stream, before
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self.stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self.before)
 
 
 # Pairs of events that a timed link keeps before it asks which are over.
@@ -258,7 +299,7 @@ class TimedCudaLink(CudaLink):
 
     def wait(self, copy: Copy) -> None:
         before, after = (Event(enable_timing=True) for _ in range(2))
-        stream = torch.cuda.current_stream(self.device)
+        stream = self._compute()
         before.record(stream)
         super().wait(copy)
         after.record(stream)
@@ -319,26 +360,39 @@ def explained(doing: str) -> Iterator[None]:
     """What CUDA refuses as one plain message; running out of memory stays what torch says of it."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        _explain(error, doing)
+        raise
+
+
+class Guarded:
+    """The same around one transfer.  If it fails, or is interrupted, all copies have ended before
+    the error leaves here: then no memory can go that one of them still uses."""
+
+    __slots__ = ("doing", "link")
+
+    def __init__(self, link: Link, doing: str) -> None:
+        self.link, self.doing = link, doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            end_copies(self.link)
+            _explain(error, self.doing)
+
+
+def _explain(error: BaseException, doing: str) -> None:
+    """Raise what CUDA refuses as a ``ReplayError`` from it."""
+    if isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
         raise ReplayError(
             f"{doing} failed: {_first_line(error)}",
             fix="run the step again; if that fails too, an earlier kernel may have been what "
             "failed, which CUDA_LAUNCH_BLOCKING=1 shows",
         ) from error
-
-
-@contextmanager
-def guarded(link: Link, doing: str) -> Iterator[None]:
-    """The same around one transfer.  If it fails, or is interrupted, all copies have ended before
-    the error leaves here: then no memory can go that one of them still uses."""
-    try:
-        with explained(doing):
-            yield
-    except BaseException:
-        end_copies(link)
-        raise
 
 
 def end_copies(link: Link) -> None:
@@ -493,7 +547,7 @@ class Runtime:
 
     def offload(self, value: torch.Tensor, number: int) -> torch.Tensor:
         """Issue the copy of a slot's bytes of ``value``'s storage.  The host tensor they go to."""
-        return self._offload(value, number, value.untyped_storage(), 0)
+        return self._offload(value, number, 0)
 
     def offload_value(self, value: torch.Tensor, number: int) -> torch.Tensor:
         """The same where the slot's bytes count from the first one of ``value``."""
@@ -507,19 +561,18 @@ class Runtime:
                 fix="report it with the target; until then, plan for --compiler aot_eager",
             )
         first = value.storage_offset() * value.element_size()
-        return self._offload(value, number, value.untyped_storage(), first)
+        return self._offload(value, number, first)
 
-    def _offload(
-        self, value: torch.Tensor, number: int, storage: torch.UntypedStorage, first: int
-    ) -> torch.Tensor:
+    def _offload(self, value: torch.Tensor, number: int, first: int) -> torch.Tensor:
         assert self._lease is not None
         slot, lease = self.slots[number], self._lease
         host = lease.host_tensor(slot.host_offset, slot.transfer_bytes)
-        with guarded(self.link, f"the offload of {slot.name}"):
+        with Guarded(self.link, f"the offload of {slot.name}"):
             if slot.pieces:
-                source = gather(storage, slot.pieces, first)
+                source = gather(value.untyped_storage(), slot.pieces, first)
             else:
-                source = window(storage, first + slot.start, (slot.stop - slot.start,), (1,))
+                size = slot.stop - slot.start
+                source = window(value.untyped_storage(), first + slot.start, (size,), (1,))
             copy = self.link.send(source, host, lease.arena.last_reload)
             self._sending[number] = _Sending(value, source, copy)
         self._leases[host.data_ptr()] = lease
@@ -538,7 +591,7 @@ class Runtime:
 
     def let_go(self, number: int) -> torch.Tensor:
         """The same for a storage that the graph still has: it is not checked to be gone."""
-        with guarded(self.link, f"the release of {self.slots[number].name}"):
+        with Guarded(self.link, f"the release of {self.slots[number].name}"):
             value, _, copy = self._sending.pop(number)
             self.link.wait(copy)
         return value
@@ -548,10 +601,12 @@ class Runtime:
     ) -> torch.Tensor:
         """Issue the copy back.  The flat buffer it goes to, not to be read before ``wait``."""
         slot, lease = self.slots[number], self._leases[host.data_ptr()]
-        with guarded(self.link, f"the reload of {slot.name}"):
+        with Guarded(self.link, f"the reload of {slot.name}"):
             buffer = self.link.buffer(slot.buffer_bytes)
             if slot.pieces:
                 target = self.link.buffer(slot.transfer_bytes)
+            elif slot.transfer_bytes == slot.buffer_bytes:
+                target = buffer
             else:
                 target = buffer[slot.start - slot.first_byte : slot.stop - slot.first_byte]
             copy = self.link.fetch(host, target, lease.sent[number])
@@ -564,7 +619,7 @@ class Runtime:
     def wait(self, buffer: torch.Tensor) -> None:
         """Have the compute stream wait until ``buffer`` is filled."""
         slot, host, target, _, copy = self._arriving[buffer.data_ptr()]
-        with guarded(self.link, f"the wait for {slot.name}"):
+        with Guarded(self.link, f"the wait for {slot.name}"):
             del self._arriving[buffer.data_ptr()]
             self.link.arrive(host, target, copy)
             if slot.pieces:

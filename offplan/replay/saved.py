@@ -51,7 +51,7 @@ import torch
 
 from offplan.errors import OffplanError
 from offplan.replay.packing import window
-from offplan.replay.runtime import Link, ReplayError, explained, guarded
+from offplan.replay.runtime import Guarded, Link, ReplayError, explained
 from offplan.replay.shelf import Block, Shelf
 
 aten = torch.ops.aten
@@ -426,7 +426,7 @@ class Mover:
             return
         # Before there is more: what is released here makes room for what the forward makes next.
         self._release(self.in_flight_bytes)
-        with guarded(self.link, f"the offload of {record.size_bytes} saved bytes"):
+        with Guarded(self.link, f"the offload of {record.size_bytes} saved bytes"):
             assert record.run is not None
             block = record.run.room.block(record)
             if block is None:
@@ -453,7 +453,7 @@ class Mover:
         if sending is None:
             return
         try:
-            with guarded(self.link, f"the release of {sending.size_bytes} saved bytes"):
+            with Guarded(self.link, f"the release of {sending.size_bytes} saved bytes"):
                 self.link.wait(sending.copy)
         finally:
             # Not before the wait: an interrupt would free the storage while it is copied.
@@ -497,7 +497,7 @@ class Mover:
         if record.arriving is not None:
             self._check_open()
             buffer, copy = record.arriving
-            with guarded(self.link, f"the wait for {record.size_bytes} saved bytes"):
+            with Guarded(self.link, f"the wait for {record.size_bytes} saved bytes"):
                 self.link.arrive(record.host, buffer[: record.size_bytes], copy)
             record.arriving = None
         assert record.held is not None
@@ -520,7 +520,7 @@ class Mover:
         record.unread_count = record.view_count
 
     def _reload(self, record: Record) -> None:
-        with guarded(self.link, f"the reload of {record.size_bytes} saved bytes"):
+        with Guarded(self.link, f"the reload of {record.size_bytes} saved bytes"):
             buffer = self.link.buffer(record.size_bytes)
             copy = self.link.fetch(record.host, buffer, record.sent)
             record.block.read_by(self._reload_count, copy)
@@ -543,7 +543,7 @@ class Mover:
         try:
             if arriving is not None:
                 # Its bytes may be given to someone else, from here on the compute stream.
-                with guarded(self.link, f"letting go of {record.size_bytes} reloaded bytes"):
+                with Guarded(self.link, f"letting go of {record.size_bytes} reloaded bytes"):
                     self.link.wait(arriving.copy)
         finally:
             record.held = None

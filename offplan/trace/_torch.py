@@ -93,6 +93,7 @@ __all__ = [
     "inductor_option_names",
     "input_metadata",
     "is_collective",
+    "is_current_device",
     "is_fake",
     "is_traceable_wrapper_subclass",
     "math_attention",
@@ -107,6 +108,7 @@ __all__ = [
     "set_sdp_priority_order",
     "spin",
     "storage_key",
+    "stream_key",
     "torch_c",
     "tracing",
     "tree_leaves",
@@ -151,6 +153,18 @@ def is_collective(target: Any) -> bool:
 def empty_host_cache() -> None:
     """Have torch give back the pinned memory that it keeps.  Its public name is newer than 2.11."""
     torch_c._host_emptyCache()
+
+
+def stream_key(index: int) -> tuple[int, int, int]:
+    """What the current stream of GPU ``index`` is known by: all that ``torch.cuda.current_stream``
+    asks, in a tenth of its time."""
+    found: tuple[int, int, int] = torch_c._cuda_getCurrentStream(index)
+    return found
+
+
+def is_current_device(index: int) -> bool:
+    """Whether GPU ``index`` is the current one, of a process that has used one."""
+    return bool(torch_c._cuda_getDevice() == index)
 
 
 def spin(cycles: int) -> None:
