@@ -225,7 +225,7 @@ def judged(models: Models) -> dict[str, Any]:
             arm["moved_bytes"] == arm["predicted"]["moved_bytes"] for _, arm in arms
         ),
         "peak as predicted within 0.5%": all(
-            abs(arm["off"]["peak_allocated_bytes"]) <= MOST_PEAK for _, arm in arms
+            abs(arm["off"].get("peak_allocated_bytes", 0.0)) <= MOST_PEAK for _, arm in arms
         ),
         "step as predicted within 10%": all(
             abs(arm["off"].get("step_ms", 0.0)) <= MOST_STEP for _, arm in arms
@@ -350,9 +350,10 @@ def group_child(
             else:
                 prepared.append(arm)
     yield {"compile_s": ready.seconds(), "refused": refused}
-    for arm in [baseline, *prepared]:
-        with closing(arm):
-            yield {"arm": ready.measure(arm, beside=baseline)}
+    with ready.turns.quiet():
+        for arm in [baseline, *prepared]:
+            with closing(arm):
+                yield {"arm": ready.measure(arm, beside=baseline)}
 
 
 def _prepared(ready: Any, part: str, name: str) -> Any:

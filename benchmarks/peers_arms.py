@@ -51,7 +51,7 @@ from offplan.trace.backend import step_of
 WARM_UP, STEPS, SLOW_STEPS = 2, 5, 3
 SLOW_MS = 1000.0
 # A way that hangs must not keep the others from the machine.
-MOST_DEEPCOMPILE_S = 150
+MOST_DEEPCOMPILE_S = 300
 
 Forward = Callable[[], Any]
 
@@ -207,7 +207,7 @@ def part(bench: Bench, ways: Sequence[Way]) -> Iterator[dict[str, Any]]:
             calls = _compiled(bench, ways, failed)
         else:
             _pinned(bench, ways, failed)
-    with bench.turns.alone():
+    with bench.turns.quiet():
         for way in ways:
             if way.name not in failed and (way.name in calls or not is_compiled):
                 with _reported(way, failed):
@@ -645,10 +645,11 @@ def deepcompile(bench: Bench, name: str) -> Iterator[dict[str, Any]]:
         if importlib.util.find_spec("deepspeed") is None:
             raise NotHereError("deepspeed is not installed")
         way.said["version"] = f"deepspeed {version('deepspeed')}"
-        with ExitStack() as stack, bench.turns.compiling():
+        with ExitStack() as stack:
+            stack.enter_context(bench.turns.compiling())
             watch.start()
             stack.callback(watch.cancel)
-            found = _deepspeed_steps(bench, "offload" in name, way.said, watch, stack)
+            found = _deepspeed_steps(bench, "offload" in name, way.said, stack)
         yield {"arm": bench.arm(way, found)}
     yield {"not_measured": failed}
 
@@ -667,7 +668,6 @@ def _deepspeed_steps(
     bench: Bench,
     offloads: bool,
     said: dict[str, Any],
-    watch: threading.Timer,
     stack: ExitStack,
 ) -> dict[str, Any]:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -700,9 +700,10 @@ def _deepspeed_steps(
     for number in range(WARM_UP + SLOW_STEPS):
         torch.manual_seed(number)
         if number == WARM_UP:
-            # Everything is compiled; waiting for the machine is no fault of it.
-            watch.cancel()
-            stack.enter_context(bench.turns.alone())
+            # Everything is compiled: waiting for the machine is no fault of it, and it keeps no
+            # other from it.
+            stack.close()
+            stack.enter_context(bench.turns.quiet())
         rest_bytes = gauge.held_bytes()
         gauge.begin()
         loss = loss_of(engine(*bench.target.args, **bench.target.kwargs))

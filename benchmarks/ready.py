@@ -6,7 +6,8 @@ meanwhile but the model.  Each arm is compiled by a backend of its own, as ``tor
 compiled code apart by it.  Its peak is that of steps with nothing in the allocator before; its time
 that of steps in turn with those of another arm, so that what the machine does otherwise, and how
 warm it is, is the same for both, and while Python collects no garbage.  ``ALLOCATOR_EVENTS`` names
-a folder for the allocator's own events of one more step of an arm whose peak was predicted wrong.
+a folder for the allocator's own events of one more step of an arm whose peak was predicted wrong,
+``KERNEL_TIMES`` one for what the GPU did, and when, in a few more steps of each arm.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ WARM_UP, STEPS = 2, 2
 # are timed in rounds, each in memory that is asked for anew: the same plan differed by 1% from one
 # process to another.
 TIMED_MS, LEAST_PAIRS, MOST_PAIRS, ROUNDS = 3000.0, 12, 30, 3
+# Steps of both whose kernels are kept.
+PROFILED = 2
 # A prediction of the peak that is further off has the allocator's own events kept beside it.
 LOOK_AT = 0.003
 
@@ -124,15 +127,18 @@ class Ready:
     # --- measuring --------------------------------------------------------------------------------
 
     def measure(self, arm: Arm, beside: Arm) -> dict[str, Any]:
-        """Its peak and step time, in turn with those of ``beside``, and what a plan predicts."""
-        with self.turns.quiet(), _compiling_nothing():
+        """Its peak and step time, in turn with those of ``beside``, and what a plan predicts.
+
+        In a quiet turn, which is the caller's: a group that has come to be measured is measured
+        whole, however soon the machine is gone."""
+        with _compiling_nothing():
             self._empty()
             for _ in range(WARM_UP):
                 self._timed(arm)
             steps = [self._timed(arm) for _ in range(STEPS)]
             count = self._pairs(min(steps)[0])
-            # On a CPU it is tried out: times are of no use.
-            turns = ROUNDS if self.device.type == "cuda" else 1
+            # Beside itself it only says how equal steps are; and on a CPU it is tried out.
+            turns = ROUNDS if self.device.type == "cuda" and arm is not beside else 1
             rounds = [self._round(arm, beside, count) for _ in range(turns)]
             mine = [step_ms for pairs in rounds for step_ms, _ in pairs]
             others = [step_ms for pairs in rounds for _, step_ms in pairs]
@@ -147,6 +153,7 @@ class Ready:
             }
             if arm.backend is not None:
                 found["moved_bytes"] = arm.backend.stats().offloaded_bytes // arm.steps
+            self._keep_kernels(arm, beside)
             self._empty()
         if arm.plan is None:
             return found
@@ -177,18 +184,41 @@ class Ready:
         folder = os.environ.get("ALLOCATOR_EVENTS")
         if folder is None or self.device.type != "cuda":
             return
-        with self.turns.alone():
-            self._empty()
-            self._timed(arm)
-            torch.cuda.memory._record_memory_history(context=None, max_entries=10**6)
-            self._timed(arm)
-            found = torch.cuda.memory._snapshot()["device_traces"][0]
-            torch.cuda.memory._record_memory_history(enabled=None)
+        self._empty()
+        self._timed(arm)
+        torch.cuda.memory._record_memory_history(context=None, max_entries=10**6)
+        self._timed(arm)
+        found = torch.cuda.memory._snapshot()["device_traces"][0]
+        torch.cuda.memory._record_memory_history(enabled=None)
         events = [(event["action"], event.get("addr", 0), event["size"]) for event in found]
-        path = Path(folder) / f"{self.name}-{arm.name.replace('%', '')}-{os.getpid()}.json.gz"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with gzip.open(path, "wt", compresslevel=3) as output:
-            json.dump({"events": events}, output)
+        _packed(Path(folder), self.name, arm, {"events": events})
+
+    def _keep_kernels(self, arm: Arm, beside: Arm) -> None:
+        """What the GPU does in more steps of both in turn: kernels and copies, with their streams.
+
+        Each as its name (a number), stream, start and duration in microseconds."""
+        folder = os.environ.get("KERNEL_TIMES")
+        if folder is None or self.device.type != "cuda":
+            return
+        from torch.profiler import ProfilerActivity, profile
+
+        steps = []
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for _ in range(PROFILED):
+                for each in (arm, beside):
+                    steps.append((each.name, time.time_ns(), self._timed(each)[0], time.time_ns()))
+        names: dict[str, int] = {}
+        done = [
+            (
+                names.setdefault(event.name(), len(names)),
+                event.device_resource_id(),
+                event.start_ns() / 1000,
+                event.duration_ns() / 1000,
+            )
+            for event in profiler.profiler.kineto_results.events()
+            if event.device_type() == torch.autograd.DeviceType.CUDA
+        ]
+        _packed(Path(folder), self.name, arm, {"steps": steps, "names": list(names), "done": done})
 
     def _timed(self, arm: Arm) -> tuple[float, int, float]:
         """Milliseconds, peak in bytes, and the loss."""
@@ -216,6 +246,13 @@ class Ready:
         if self.device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
+
+
+def _packed(folder: Path, model: str, arm: Arm, found: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{model}-{arm.name.replace('%', '')}-{os.getpid()}.json.gz"
+    with gzip.open(path, "wt", compresslevel=3) as output:
+        json.dump(found, output)
 
 
 def _layers(model: torch.nn.Module) -> list[Any]:

@@ -3,8 +3,9 @@
 Everything that the GPU is busy with is done in a turn: building a model, warming up, timing.  What
 the processor alone does, tracing and compiling, is done outside, while another process has its turn
 (``Gated``).  A turn is *quiet* if nobody compiles either: the host issues each step's kernels, and
-is late with them when its memory and cores are somebody else's.  The locks are on files, so that a
-process that dies lets go.
+is late with them when its memory and cores are somebody else's.  Of two GPUs of one host each has a
+quiet turn of its own, at the same time, when nobody compiles for either.  The locks are on files,
+so that a process that dies lets go.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +22,14 @@ import torch._functorch.config as functorch_config
 
 
 class Turns:
-    """The turns of one process at the GPU of all that name the same ``path`` (None: alone)."""
+    """The turns of one process at the GPU of all that name the same ``path`` (None: alone).
+
+    ``path`` ends with the GPU's number; other GPUs of the host are those whose files are there."""
 
     def __init__(self, path: str | None) -> None:
-        self._gpu = None if path is None else os.open(path, os.O_RDWR | os.O_CREAT)
-        self._host = None if path is None else os.open(f"{path}-host", os.O_RDWR | os.O_CREAT)
+        self._gpu = None if path is None else _opened(Path(path))
+        self._host = None if path is None else _opened(Path(f"{path}-host"))
+        self._hosts = [] if path is None else [self._host, *map(_opened, _others(Path(path)))]
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -36,8 +41,10 @@ class Turns:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Nobody is quiet."""
-        with _locked(self._host, fcntl.LOCK_SH):
+        """Nobody is quiet, on any GPU."""
+        with ExitStack() as stack:
+            for host in self._hosts:
+                stack.enter_context(_locked(host, fcntl.LOCK_SH))
             yield
 
     @contextmanager
@@ -45,6 +52,16 @@ class Turns:
         """A turn during which nobody compiles: it comes when all are done with that."""
         with _locked(self._host, fcntl.LOCK_EX), self.alone():
             yield
+
+
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT)
+
+
+def _others(path: Path) -> list[Path]:
+    """The host's files of the GPUs beside that of ``path``."""
+    found = path.parent.glob(path.name.rstrip("0123456789") + "*-host")
+    return sorted(each for each in found if each.name != f"{path.name}-host")
 
 
 @contextmanager
