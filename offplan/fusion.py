@@ -110,6 +110,24 @@ def landings(facts: GraphFacts) -> list[int]:
     return found
 
 
+# What is said of a kernel beside what it takes and returns, for its price.
+_UNREAD = " bytes unread"
+_REDUCES = "reduces"
+
+
+def _said_of(kernels: Sequence[Kernel]) -> str:
+    unread_bytes = sum(kernel.unread_bytes for kernel in kernels)
+    said = [f"{unread_bytes}{_UNREAD}"] if unread_bytes else []
+    return ", ".join([*said, *([_REDUCES] if any(kernel.reduces for kernel in kernels) else [])])
+
+
+def kernel_said(op: Op) -> tuple[int, bool]:
+    """Of a ``KERNEL``: the bytes among its inputs that it does not read, and whether it reduces."""
+    said = op.constants.split(", ")
+    unread = (part.removesuffix(_UNREAD) for part in said if part.endswith(_UNREAD))
+    return int(next(unread, "0")), _REDUCES in said
+
+
 def is_fused(facts: GraphFacts) -> bool:
     """Whether a compiler runs ``facts`` otherwise than op by op, and it is known how."""
     return any(
@@ -411,6 +429,7 @@ class _Fuser:
             inputs=tuple(buffers[number] for number in read),
             outputs=tuple(buffers[number] for number in made),
             mutates=tuple(buffers[n] for n in dict.fromkeys(written) if n not in made),
+            constants=_said_of(kernels),
             module=known.module,
             source=known.source,
         )

@@ -156,6 +156,9 @@ class Kernel(_Record, frozen=True):
 
     ``at`` is where what it makes is first needed in memory.  Where that can be before, as an
     offload of it needs it as soon as it is there, the position is ``early``.
+
+    Of the bytes of ``reads``, it has no use for ``unread_bytes``: it comes after what does, or
+    writes over them.  It ``reduces`` if it sums, or the like, over a dimension.
     """
 
     at: int
@@ -166,6 +169,8 @@ class Kernel(_Record, frozen=True):
     call: str = ""
     joined: bool = False
     early: int | None = None
+    unread_bytes: int = 0
+    reduces: bool = False
 
 
 class Lowering(_Record, frozen=True):

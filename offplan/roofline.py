@@ -17,11 +17,12 @@
 6.  *Attention* is two products forward and five backward, half of each under a causal mask.
 7.  What remains (reductions, normalizations, look-ups, scatters, pooling) has a part of the element
     rate by kind, which is lower where few rows or channels leave multiprocessors idle.
-8.  What a compiler writes itself (``fusion.KERNEL``) has a part of the memory rate.
+8.  What a compiler writes itself (``fusion.KERNEL``) is as fast as memory, where it reduces nearly
+    so; among such kernels, products and attention have a part of their rates.
 
 All constants were fitted to times of single ops in training steps of twelve models on an H200 with
-torch 2.11; the last to steps that Inductor compiled of six models, three of them with nothing to
-all computed again.  Times that depend on values (how often an index repeats) are of ordinary ones.
+torch 2.11; those of a compiler's to times of kernels in steps that Inductor compiled of two models,
+and to such steps.  Times that depend on values (how often an index repeats) are of ordinary ones.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from offplan.fusion import KERNEL
+from offplan.fusion import KERNEL, kernel_said
 from offplan.graph import GraphFacts, Op, StorageId, Value, ValueId
 
 
@@ -122,8 +123,12 @@ _SCATTER_PARTS = {
 }
 _SINGLE_SCATTER_PART = 0.015
 _SINGLE_LOOKUP_PART = 0.46
-# Part of the memory rate (definition 8).
-_FUSED_PART = 0.55
+# Parts of the memory rate (definition 8).
+_FUSED_PART = 1.0
+_REDUCING_PART = 0.85
+# Part of the rate that products and attention reach among them, one after the other without a gap:
+# the clocks of a device that has no rest are lower.
+_BUSY_PART = 0.945
 # Kernels that an op launches, where they are more than one.
 _KERNELS = {
     "nll_loss_forward": 5,
@@ -170,19 +175,27 @@ def device_s(facts: GraphFacts, op: Op, rates: Rates) -> float:
     """Seconds that ``op``, which is no view, takes on the device."""
     call = _call(facts, _inner(facts, op))
     if op.target == KERNEL:
-        return rates.kernel_s + _traffic_s(call, rates) / _FUSED_PART
+        return rates.kernel_s + _kernel_s(op, call, rates)
     kernels_s = rates.kernel_s * _KERNELS.get(call.kind, 1)
+    rate_part = _BUSY_PART if facts.compiler == "inductor" else 1.0
     if call.kind in _MATMULS and _are_matrices(call.inputs[-1:], call.outputs[:1]):
-        return kernels_s + max(_product_s(call, rates), _traffic_s(call, rates))
+        return kernels_s + max(_product_s(call, rates) / rate_part, _traffic_s(call, rates))
     if call.kind in _CONVOLUTIONS and len(call.inputs) > 1 + call.is_backward and call.outputs:
         return kernels_s + _convolution_s(call, rates)
     if "scaled_dot_product" in call.kind and _are_matrices(_operands(call)):
-        return kernels_s + max(_attention_s(call, rates), _traffic_s(call, rates))
+        return kernels_s + max(_attention_s(call, rates) / rate_part, _traffic_s(call, rates))
     elements_s = _elements(call) / rates.elements_per_s
     if call.kind in _SCATTER_PARTS:
         # What is added to is filled or copied first.
         return kernels_s + elements_s + _traffic_s(call, rates)
     return kernels_s + max(elements_s, _traffic_s(call, rates))
+
+
+def _kernel_s(op: Op, call: _Call, rates: Rates) -> float:
+    """Definition 8."""
+    unread_bytes, reduces = kernel_said(op)
+    traffic_s = max(0.0, _traffic_s(call, rates) - unread_bytes / rates.memory_bytes_per_s)
+    return traffic_s / (_REDUCING_PART if reduces else _FUSED_PART)
 
 
 @dataclass(frozen=True)

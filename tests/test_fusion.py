@@ -14,7 +14,7 @@ import pytest
 from offplan.budget import FLOOR, Aim, Outlooks, of_bytes
 from offplan.costs import op_times_ms, profile_for
 from offplan.errors import BudgetError
-from offplan.fusion import BAND, KERNEL, as_run, fused, is_fused, landings
+from offplan.fusion import BAND, KERNEL, as_run, fused, is_fused, kernel_said, landings
 from offplan.graph import (
     Buffer,
     Graph,
@@ -233,6 +233,33 @@ def test_a_kernel_is_named_by_its_ops_and_moves_bytes() -> None:
     # What is part of a kernel takes no time, and the host issues nothing for it.
     assert times[0] > 0
     assert times[1] == 0
+
+
+def test_a_kernel_says_what_it_does_not_read_and_whether_it_reduces() -> None:
+    ways = ({}, {"unread_bytes": 12}, {"reduces": True}, {"unread_bytes": 12, "reduces": True})
+    for said in ways:
+        found = lowering([(0, C), (0, T), (MIB, E)], [Kernel(0, (0, 1), (0, 1), (2,), **said)], [2])
+        made = fused(with_backward(a_step(), found), with_transfers=True)
+        assert made.regions[0].backward is not None
+        kernel = next(op for op in made.regions[0].backward.ops if op.target == KERNEL)
+        assert kernel_said(kernel) == (said.get("unread_bytes", 0), said.get("reduces", False))
+
+
+def test_kernels_that_stand_for_one_op_say_so_together() -> None:
+    found = lowering(
+        [(0, C), (0, T), (MIB, D), (MIB, E)],
+        [
+            Kernel(1, (0,), (0, 1), (2,), unread_bytes=4, reduces=True),
+            Kernel(1, (1,), (2,), (3,), unread_bytes=8, joined=True),
+        ],
+        [3],
+    )
+    made = fused(with_backward(a_step(), found), with_transfers=True)
+    assert made.regions[0].backward is not None
+    kernels = [op for op in made.regions[0].backward.ops if op.target == KERNEL]
+    said = [kernel_said(kernel) for kernel in kernels]
+    assert sum(unread for unread, _ in said) == 12
+    assert any(reduces for _, reduces in said)
 
 
 def test_a_kernel_that_allocates_nothing_takes_time() -> None:

@@ -221,6 +221,26 @@ def test_a_kernel_can_write_over_what_it_reads(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_kernel_says_what_it_writes_over_without_reading_it(device: str) -> None:
+    _, backward = graphs(traced(Chain, device))
+    alone = backward.lowering_alone
+    assert alone is not None
+    for kernel in (kernel for found in (lowering_of(backward), alone) for kernel in found.kernels):
+        # One takes a buffer that is free, whoever had it; none does with transfers.
+        sizes = [alone.buffers[number].size_bytes for number in kernel.writes]
+        assert kernel.unread_bytes == sum(sizes)
+    assert any(kernel.unread_bytes for kernel in alone.kernels)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_kernel_says_whether_it_reduces(device: str) -> None:
+    forward, _ = graphs(traced(Chain, device))
+    # A product, a wave, a product, and the sum of all.
+    found = [kernel.reduces for kernel in lowering_of(forward).kernels]
+    assert found == [False, False, False, True]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_buffers_are_made_once_and_read_afterwards(device: str) -> None:
     for model in (Chain, Norms):
         for graph in graphs(traced(model, device)):

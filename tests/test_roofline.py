@@ -61,9 +61,37 @@ def test_a_kernel_of_a_compiler_moves_bytes_whatever_their_layout():
     r.op(KERNEL, [r.view(r.input("y", (10, 1)), (10, 100), stride=(1, 0))], (1000,))
     assert wide
     found = times_us(r.facts.build(), MEMORY)
-    assert found[0] == pytest.approx(12 / 0.55)
-    assert found[-1] == pytest.approx(4.04 / 0.55)
+    assert found[0] == pytest.approx(12)
+    assert found[-1] == pytest.approx(4.04)
     assert times_us(r.facts.build(), KERNELS)[0] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("3000 bytes unread", 9),
+        ("reduces", 12 / 0.85),
+        ("3000 bytes unread, reduces", 9 / 0.85),
+        ("99999 bytes unread", 0),
+    ],
+)
+def test_a_kernel_is_not_charged_for_what_it_does_not_read(said, expected):
+    r = region()
+    wide = r.op(KERNEL, [r.input("x", (10, 100))], (10, 100), dtype="float64", name="k")
+    assert wide
+    facts = with_constants(r.facts.build(), k=said)
+    assert times_us(facts, MEMORY) == pytest.approx([expected])
+
+
+@pytest.mark.parametrize("target", ["aten.mm.default", "aten.add.Tensor"])
+def test_a_compiled_step_leaves_products_less_than_their_rate(target):
+    r = region()
+    x = r.input("x", (128, 128))
+    r.op(target, [x, x], (128, 128))
+    facts = r.facts.build()
+    compiled = msgspec.structs.replace(facts, compiler="inductor")
+    alone, within = (times_us(each, PRODUCTS)[0] for each in (facts, compiled))
+    assert within == pytest.approx(alone / (0.945 if "mm" in target else 1.0))
 
 
 # --- views ----------------------------------------------------------------------------------------

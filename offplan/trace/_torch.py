@@ -205,6 +205,7 @@ def inductor_lowering() -> Any:
     from torch._inductor import ir, scheduler
     from torch._inductor.codegen.simd_kernel_features import MemoryEstimator, SIMDKernelFeatures
     from torch._inductor.codegen.wrapper import ReuseLine
+    from torch._inductor.dependencies import WeakDep
     from torch._inductor.memory import reorder_for_peak_memory
     from torch._inductor.runtime.hints import DeviceProperties
     from torch._inductor.virtualized import V
@@ -223,6 +224,7 @@ def inductor_lowering() -> Any:
         MixOrder=getattr(scheduler, "FusedMixOrderReductions", None),
         ReuseLine=ReuseLine,
         SIMDKernelFeatures=SIMDKernelFeatures,
+        WeakDep=WeakDep,
         reorder_for_peak_memory=reorder_for_peak_memory,
         V=V,
         OrderedSet=OrderedSet,

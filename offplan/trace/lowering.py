@@ -551,7 +551,19 @@ class _Reader:
             tuple(sorted(writes)),
             self._call(extern),
             early=early,
+            unread_bytes=0 if extern is not None else self._unread_bytes(node, reads),
+            reduces=extern is None and any(part.is_reduction() for part in node.get_nodes()),
         )
+
+    def _unread_bytes(self, node: Any, reads: Collection[int]) -> int:
+        """Of the buffers ``reads``, the bytes of those that no loop of ``node`` reads."""
+        names = (dep.name for dep in node.read_writes.reads if not self._is_order(dep))
+        read = {self.numbers.get(self._root(name)) for name in names}
+        return sum(self.buffers[number].size_bytes for number in reads if number not in read)
+
+    def _is_order(self, dep: Any) -> bool:
+        """Whether ``dep`` says only what runs before what."""
+        return isinstance(dep, self.names.WeakDep)
 
     def _own(self, extern: Any, ops: tuple[int, ...]) -> int:
         """Which of ``ops`` the library call stands for."""
