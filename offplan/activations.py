@@ -25,6 +25,7 @@ from offplan.allocator import charged_bytes
 from offplan.fusion import KERNEL
 from offplan.graph import Graph, GraphFacts, Kernel, StorageId, ValueId
 from offplan.recompute import Refusals, copies
+from offplan.roofline import is_view
 from offplan.windows import Candidate, Span, spans_of
 
 
@@ -35,9 +36,10 @@ class Activation:
     which are there through op ``lost_through`` if it does not.
 
     ``inputs`` are the activations that its recipe reads, by position among all.  ``last_use`` is
-    the last op of the forward that uses it; ``needed_by`` the first op of the backward that does,
-    those aside that compute others again; ``again_at`` the op that makes it again in the traced
-    backward.  ``refused`` says why its recipe must not run, or is empty.
+    the last op of the forward that uses it; ``last_view`` likewise, views too that it takes only
+    to hand them on, which it does last and only of what is saved; ``needed_by`` the first op of the
+    backward that uses it, those aside that compute others again; ``again_at`` the op that makes it
+    again in the traced backward.  ``refused`` says why its recipe must not run, or is empty.
     """
 
     region: int
@@ -50,6 +52,7 @@ class Activation:
     inputs: tuple[int, ...]
     cost_ms: float
     last_use: int
+    last_view: int
     needed_by: int | None
     again_at: int | None
     is_saved: bool
@@ -83,6 +86,7 @@ class _Uses:
     """Where a region uses each of its forward's storages."""
 
     last: dict[StorageId, int] = field(default_factory=dict)
+    viewed: dict[StorageId, int] = field(default_factory=dict)
     needed: dict[StorageId, int] = field(default_factory=dict)
     again: dict[StorageId, int] = field(default_factory=dict)
 
@@ -99,6 +103,7 @@ class _Reader:
         min_bytes: int,
     ) -> None:
         self.facts, self.number, self.span, self.op_ms = facts, number, span, op_ms
+        self.planned = planned
         self.movable, self.min_bytes = movable, min_bytes
         self.region = facts.regions[number]
         self.ran = planned.regions[number]
@@ -162,11 +167,15 @@ class _Reader:
     def _uses(self) -> _Uses:
         assert self.region.backward is not None
         uses = _Uses()
+        handed_on = _handed_on(self.region.forward)
         for place, op in enumerate(self.ran.forward.ops):
+            is_use = place not in handed_on or not is_view(self.planned, op)
             for value in (*op.inputs, *op.outputs):
                 storage = self.ran_values[value].storage
                 if storage is not None:
-                    uses.last[storage] = self.span.forward + place
+                    uses.viewed[storage] = self.span.forward + place
+                    if is_use:
+                        uses.last[storage] = self.span.forward + place
         self.again = self._again()
         same = self._same()
         ops = self.region.backward.ops
@@ -280,7 +289,8 @@ class _Reader:
             recipe=recipe,
             inputs=tuple(place_of[other] for other in inputs),
             cost_ms=self._cost_ms(storage, recipe),
-            last_use=self.uses.last.get(storage, self.span.forward + self.on[storage][-1]),
+            last_use=self.uses.last.get(storage, self.span.forward + self.on[storage][0]),
+            last_view=self.uses.viewed.get(storage, self.span.forward + self.on[storage][-1]),
             needed_by=self.uses.needed.get(storage),
             again_at=self.uses.again.get(storage),
             is_saved=storage in self.saved,
@@ -321,6 +331,18 @@ def _running_anyway(graph: Graph) -> set[int]:
         if op.mutates or not needed.isdisjoint(op.outputs):
             needed |= set(op.inputs)
             found.add(place)
+    return found
+
+
+def _handed_on(graph: Graph) -> set[int]:
+    """The ops whose results are returned and, but for others such, not read."""
+    read: set[ValueId] = set()
+    found = set()
+    for place, op in reversed(list(enumerate(graph.ops))):
+        if op.declares_alias and read.isdisjoint(op.outputs):
+            found.add(place)
+        else:
+            read |= set(op.inputs)
     return found
 
 

@@ -5,7 +5,8 @@
     is there in one of these ways, and so is what an op that runs again reads.
 2.  Memory is that of the traced step at a sample of its ops, without what the choices take away and
     with what they add: an activation that is kept or moves is there in its *window*, between its
-    last use in the forward and its first need in the backward; one that is computed again is there
+    last use in the forward and its first need in the backward, and leaves when no view of it is
+    taken any more; one that is computed again is there
     from when another is computed again from it.
 3.  Of what moves, the bytes that are *away* during an op are at most those that can have left by
     then, and can be back in time: for any earlier op, what could leave before it and what the link
@@ -283,7 +284,7 @@ class Program:
                 _add(lost, stop, ways["move"], item.lost_bytes / _UNIT)
                 _add(lost, max(stop, after), ways["move"], -item.lost_bytes / _UNIT)
             if "move" in ways and start < stop:
-                _add(gone, start, ways["move"], moved)
+                _add(gone, bisect_left(self.points, item.last_view + 1), ways["move"], moved)
                 _add(due, stop - 1, ways["move"], moved)
                 for op, following in pairwise([*times, self.windows[place][1]]):
                     first, last = (bisect_left(self.points, at) for at in (op, following))

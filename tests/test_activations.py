@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 from facts_builder import DRAWN, FactsBuilder, MiB
@@ -13,9 +15,10 @@ from trained_steps import PURE, Drawn, Layer, step, trained
 from offplan.activations import Activation, activations
 from offplan.budget import Aim, Outlooks
 from offplan.fusion import fused
-from offplan.graph import GraphFacts, StorageId
+from offplan.graph import Compiler, GraphFacts, StorageId
 from offplan.recompute import Choice, apply
 from offplan.relower import relowered
+from offplan.trace.capture import TraceOptions, trace
 from offplan.windows import Candidate, spans_of
 
 replace = msgspec.structs.replace
@@ -347,6 +350,21 @@ def test_a_kernel_costs_its_share_of_bytes_and_a_call_all_of_it() -> None:
     assert by_name["g"].cost_ms == pytest.approx(3.0 * 2 * MiB / total)
     # Nothing but the backward wants s.
     assert by_name["s"].cost_ms == 0.0
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_a_view_that_is_only_saved_is_no_use(compiler: Compiler) -> None:
+    """The partitioner takes those last: of queries, keys and values, of products."""
+    spec = f"{Path(__file__).parent}/targets/working.py:attention_of_products"
+    facts = trace(spec, {}, TraceOptions(device="cpu", compiler=compiler))
+    (region,) = facts.regions
+    found = found_in(facts, min_bytes=1)
+    products = [at for at, op in enumerate(region.forward.ops) if "bmm" in op.target]
+    late = [item for item in found if item.is_saved and item.last_view > item.last_use]
+    assert len(late) >= 2
+    for item in late:
+        assert item.last_use <= products[-1] < item.last_view
+    assert all(item.last_view >= item.last_use for item in found)
 
 
 def test_a_fused_activation_is_used_and_needed_where_kernels_run() -> None:

@@ -124,7 +124,7 @@ TABLE = {
         "errors units graph transfers memory curve schedule windows choices"
     ),
     "offplan.budget": Allowed("errors units graph transfers fusion memory costs schedule planner"),
-    "offplan.activations": Allowed("allocator fusion graph recompute windows"),
+    "offplan.activations": Allowed("allocator fusion graph recompute roofline windows"),
     "offplan.program": Allowed("activations schedule"),
     "offplan.relower": Allowed("graph recompute"),
     "offplan.joint": Allowed(

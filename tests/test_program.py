@@ -37,6 +37,7 @@ def activation(place: int, **changes: object) -> Activation:
         "inputs": (),
         "cost_ms": 1.0,
         "last_use": place,
+        "last_view": place,
         "needed_by": 19 - place,
         "again_at": None,
         "is_saved": True,
@@ -114,6 +115,19 @@ def test_what_has_time_to_move_costs_nothing_and_what_has_not_stalls() -> None:
     assert solution is not None
     assert solution.ways[0] == "move"
     assert solution.step_ms == pytest.approx(20.0, abs=0.01)
+
+
+def test_what_is_viewed_later_leaves_later_and_is_computed_again_all_the_same() -> None:
+    # A copy takes as long as an op, and has to be there before op 3.
+    other = activation(3, refused="it draws random numbers", can_move=False)
+    rates = Rates(1e10, 1e10)
+    cases = ((0, "move", 20.0), (1, "move", 20.0), (2, "move", 21.0), (3, "again", 25.0))
+    for last_view, expected, step_ms in (*cases, (9, "again", 25.0)):
+        item = activation(0, cost_ms=5.0, last_view=last_view)
+        solution = solved(program(item, other, rates=rates), 10 * MB)
+        assert solution is not None
+        assert solution.ways[0] == expected
+        assert solution.step_ms == pytest.approx(step_ms, abs=0.01)
 
 
 def test_what_moves_pays_for_the_memory_that_its_copies_take() -> None:

@@ -151,6 +151,19 @@ def attention_bf16():
     return Block().bfloat16(), (torch.randn(2, 16, 128, dtype=torch.bfloat16),)
 
 
+def attention_of_products():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query, self.key, self.value = (nn.Linear(64, 64) for _ in range(3))
+
+        def forward(self, x):
+            query, key, value = (m(x) * 1.5 for m in (self.query, self.key, self.value))
+            return torch.bmm(torch.bmm(query, key.transpose(1, 2)).softmax(-1), value)
+
+    return Block(), _x(4, 32, 64)
+
+
 def checkpointed():
     def rest(h, m):
         return checkpoint(lambda t: m.second(t.relu()).sin(), h, use_reentrant=False)
