@@ -116,7 +116,8 @@ _REDUCES = "reduces"
 
 
 def _said_of(kernels: Sequence[Kernel]) -> str:
-    unread_bytes = sum(kernel.unread_bytes for kernel in kernels)
+    """Of several as one it is not said what is unread: another may make or read it."""
+    unread_bytes = kernels[0].unread_bytes if len(kernels) == 1 else 0
     said = [f"{unread_bytes}{_UNREAD}"] if unread_bytes else []
     return ", ".join([*said, *([_REDUCES] if any(kernel.reduces for kernel in kernels) else [])])
 

@@ -462,6 +462,9 @@ def _lowering_problems(facts: GraphFacts, graph: Graph, lowering: Lowering) -> I
     for kernel in lowering.kernels:
         if not kernel.ops:
             yield "with a kernel of no ops"
+        most = sum(lowering.buffers[number].size_bytes for number in kernel.reads)
+        if not 0 <= kernel.unread_bytes <= most:
+            yield "with a kernel that leaves more unread than it takes"
         early = () if kernel.early is None else (kernel.early,)
         if not all(0 <= op < op_count for op in (kernel.at, *early, *kernel.ops)):
             yield f"with a kernel of ops beyond its {op_count}"
