@@ -69,15 +69,14 @@ class Stream:
         self.done_count = 0
         on.streams.append(self)
 
-    def wait_stream(self, other: Stream) -> None:
-        # The one of computing, which is never behind.
-        assert not other.queue
-
     def wait_event(self, event: Event) -> None:
+        # What it says now: it may be recorded again before this stream comes to wait.
+        stream, place = event.stream, event.place
+        assert stream is not None, "an event is waited for that was never recorded"
         if self.on.current is None and self is self.on.streams[0]:
-            event.synchronize()
+            stream.run_until(place)
         else:
-            self.queue.append(event.synchronize)
+            self.queue.append(lambda: stream.run_until(place))
 
     def record_event(self, event: Event) -> Event:
         event.record(self)

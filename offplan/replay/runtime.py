@@ -210,7 +210,9 @@ class CudaLink:
         # Where the compute stream stands.  A stream that waits for it waits for what it says at
         # that moment, so that one event does for all copies.
         self._here = Event()
-        self._index = device.index or 0
+        self._index = device.index
+        if device.type == "cuda" and device.index is None:
+            self._index = torch.cuda.current_device()
         self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
     def buffer(self, size_bytes: int) -> torch.Tensor:
