@@ -83,13 +83,15 @@ def summed(step_ms: float, events: Sequence[Event]) -> dict[str, float]:
 
 def of_arm(path: Path) -> dict[str, Any]:
     with gzip.open(path, "rt") as file:
-        steps = [(name, summed(ms, events)) for name, ms, events in steps_of(json.load(file))]
+        found = json.load(file)
+    steps = [(name, summed(ms, events)) for name, ms, events in steps_of(found)]
     (arm, _), (beside, _) = steps[:2]
     file_name = path.name.removesuffix(".json.gz").rpartition("-")[0]
     return {
         "model": file_name.removesuffix(f"-{arm.replace('%', '')}"),
         "arm": arm,
         "is_beside_itself": arm == beside,
+        "machine": found["machine"],
         "its": _median([found for _, found in steps[::2]]),
         "beside": _median([found for _, found in steps[1::2]]),
     }
@@ -114,10 +116,15 @@ def main() -> None:
     parser.add_argument("--gpu", default="h200", help="what the result's name begins with")
     options = parser.parse_args()
     arms = [of_arm(path) for path in sorted(options.folder.glob("*.json.gz"))]
-    arms = [arm for arm in arms if not arm["is_beside_itself"]]
+    # A step beside itself says nothing of plans.
+    arms = [arm for arm in arms if not arm.pop("is_beside_itself")]
+    machines = [arm.pop("machine") for arm in arms]
+    if any(machine != machines[0] for machine in machines):
+        raise SystemExit("the arms are of more than one machine")
     for arm in arms:
         print(line(arm))
-    text = json.dumps({"command": "python benchmarks/kernels.py DIR", "arms": arms}, indent=2)
+    result = {"command": "python benchmarks/kernels.py DIR", "machine": machines[0], "arms": arms}
+    text = json.dumps(result, indent=2)
     (options.out / f"{options.gpu}-kernels.json").write_text(text + "\n")
 
 

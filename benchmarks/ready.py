@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from arms import off, predicted_of
+from machine import describe_machine
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from turns import Gated, Turns, inductor
@@ -252,7 +253,7 @@ def _packed(folder: Path, model: str, arm: Arm, found: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{model}-{arm.name.replace('%', '')}-{os.getpid()}.json.gz"
     with gzip.open(path, "wt", compresslevel=3) as output:
-        json.dump(found, output)
+        json.dump({"machine": describe_machine(), **found}, output)
 
 
 def _layers(model: torch.nn.Module) -> list[Any]:
