@@ -65,6 +65,8 @@ MIN_BYTES = 1024**2
 _GAP = 0.002
 _SECONDS = 6.0
 _ATTEMPTS = 5
+# What programs are given more than the limit, so that rounding does not refuse the least peak.
+_MORE_BYTES = 1000
 # Parts of the link's speed that programs count with, as copies are placed worse than they say, and
 # how close to the bound is good enough not to solve another.  The first is what may be left of it,
 # and plans are as fast as each other within so much (definition 7).
@@ -155,27 +157,36 @@ class Joint:
     def program(self) -> Program:
         return self._program(1.0)
 
+    @cached_property
+    def _certain(self) -> Program:
+        """The program that proves bounds."""
+        return self._made(1.0, is_certain=True)
+
     def _program(self, speed: float) -> Program:
         """The program with a link of this part of the speed; without any, nothing moves."""
         if speed not in self._programs:
-            # A solver takes a third of a second to import, and commands that read plans need none.
-            from offplan.program import Program, Step
-
-            planner = self.base.planner
-            step = Step(
-                during=planner.during,
-                op_ms=planner.costs.op_ms,
-                forward_count=planner.forward_count,
-                twins=twins(self.facts),
-                rates=planner.costs.rates.times(speed),
-            )
-            self._programs[speed] = Program(
-                step,
-                self.found,
-                may_move=self.may_move and speed > 0,
-                may_recompute="recompute" in self.aim.actions,
-            )
+            self._programs[speed] = self._made(speed)
         return self._programs[speed]
+
+    def _made(self, speed: float, *, is_certain: bool = False) -> Program:
+        # A solver takes a third of a second to import, and commands that read plans need none.
+        from offplan.program import Program, Step
+
+        planner = self.base.planner
+        step = Step(
+            during=planner.during,
+            op_ms=planner.costs.op_ms,
+            forward_count=planner.forward_count,
+            twins=twins(self.facts),
+            rates=planner.costs.rates.times(speed),
+        )
+        return Program(
+            step,
+            self.found,
+            may_move=self.may_move and speed > 0,
+            may_recompute="recompute" in self.aim.actions,
+            is_certain=is_certain,
+        )
 
     # --- one budget -------------------------------------------------------------------------------
 
@@ -237,8 +248,14 @@ class Joint:
                 yield self._planned(lowest, lowest.facts, outlooks, limit, budget)
 
     def _bound_ms(self, limit: int) -> float:
-        """The bound on the step time of any plan for ``limit``; 0 if it is not known."""
+        """The least step time for ``limit`` as the program counts it; 0 if it is not known."""
         return self._least_ms(limit, 1.0 if self.may_move else 0.0)
+
+    def _proven_ms(self, limit: int) -> float:
+        """The bound on the step time of any plan for ``limit``; 0 if it is not known."""
+        # As much more as programs are given.
+        asked = self.base.asked_bytes(limit) + _MORE_BYTES
+        return self._certain.bound_ms(asked, seconds=_SECONDS) or 0.0
 
     def _least_ms(self, limit: int, speed: float) -> float:
         """The same with a link of that part of the speed."""
@@ -248,9 +265,8 @@ class Joint:
     def _solved(self, inner: int, speed: float) -> Solution | None:
         if (inner, speed) not in self._solutions:
             gap_ms = _GAP * self.base.planner.starts[-1]
-            # A kilobyte more, so that rounding does not refuse the least peak.
             self._solutions[inner, speed] = self._program(speed).solve(
-                inner + 1000, gap_ms=gap_ms, seconds=_SECONDS
+                inner + _MORE_BYTES, gap_ms=gap_ms, seconds=_SECONDS
             )
         return self._solutions[inner, speed]
 
@@ -258,7 +274,7 @@ class Joint:
         """``found``, with the traced step as what is without a plan, and the bound of all plans."""
         predicted, time = found.outlook.predicted, found.outlook.predicted.time
         if time is not None:
-            least_ms = self._bound_ms(limit)
+            least_ms = self._proven_ms(limit)
             time = msgspec.structs.replace(
                 time,
                 no_plan_us=round(1000 * self.base.planner.starts[-1]),

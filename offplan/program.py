@@ -14,14 +14,14 @@
 4.  Time is that of the traced step, the costs of what is computed again (less those that the traced
     backward has and the choice has not), and what the forward and the backward are *delayed* by
     copies: what they wait for these, or what these take of the device's memory, if that is more.
-5.  What the program leaves out only makes memory or time less than they are: where recomputed
-    values lie in the meantime, copies that a window keeps waiting, all ops that are not sampled.
-    So the proven bound of its optimum is one of any plan's predicted time, under the same costs,
-    that computes again for the sake of what the last reader in the backward wants.  One that is
-    computed again early, for another, it counts until its own window ends, though it could go
-    when the other is there: a plan that makes use of that can be faster than the bound says (two
-    were, of 5,460 random steps and limits, by 1 and 5%).
-
+5.  What the program leaves out makes memory or time less than they are: where recomputed values
+    lie in the meantime, copies that a window keeps waiting, all ops that are not sampled.  One
+    thing makes them more: that activations are there as in the traced backward once their windows
+    have ended, and that a window ends with the last that an activation could be wanted for, which
+    may not be computed again.  A program of what is *certain* leaves that out as well: after its
+    window an activation is not there, and one that no other op of the backward wants counts in
+    the forward only.  So its relaxed optimum is a bound of any plan's predicted time, under the
+    same costs.
 6.  Solved by HiGHS.  First without whole numbers, which gives the bound; what comes out whole then
     stays so, and what does not is decided by branch and bound, within a gap and a time limit.  Few
     are left: as many as there are limits that bind, not as many as there are activations.  Where
@@ -82,7 +82,7 @@ class Step:
 
 class Solution(NamedTuple):
     """``ways`` of each activation that is needed; ``step_ms`` as the program counts it, and the
-    proven least.  ``peak_bytes`` likewise."""
+    least that it can prove of that.  ``peak_bytes`` likewise."""
 
     ways: Mapping[int, Way]
     step_ms: float
@@ -91,13 +91,21 @@ class Solution(NamedTuple):
 
 
 class Program:
-    """The program of one step, for any number of limits."""
+    """The program of one step, for any number of limits; with ``is_certain``, of what is certain
+    alone (definition 5)."""
 
     def __init__(
-        self, step: Step, found: Sequence[Activation], *, may_move: bool, may_recompute: bool
+        self,
+        step: Step,
+        found: Sequence[Activation],
+        *,
+        may_move: bool,
+        may_recompute: bool,
+        is_certain: bool = False,
     ) -> None:
         self.step, self.found = step, found
         self.may_move, self.may_recompute = may_move, may_recompute
+        self.is_certain = is_certain
         self.starts = np.concatenate(([0.0], np.cumsum(step.op_ms)))
         self.costs: list[float] = []
         self.uppers: list[float] = []
@@ -185,12 +193,18 @@ class Program:
     def _window(self, place: int) -> tuple[int, int]:
         """The ops ``[start, stop)`` during which the activation can be absent."""
         item = self.found[place]
+        if self._is_in_doubt(place):
+            return item.last_use + 1, max(item.last_use + 1, self.step.forward_count)
         if item.is_saved and item.needed_by is None:
             # The traced backward reads it to compute others again.
             traced = [self.found[reader].again_at for reader in self.consumers[place]]
             needs = [need for need in traced if need is not None]
             return item.last_use + 1, min(needs, default=self.first_needs[place])
         return item.last_use + 1, self.first_needs[place]
+
+    def _is_in_doubt(self, place: int) -> bool:
+        """Whether it counts in the forward only (definition 5)."""
+        return self.is_certain and self.found[place].needed_by is None
 
     def _early(self) -> list[dict[int, int]]:
         """By op, a column for each time at which an activation that is not there can be wanted
@@ -213,6 +227,8 @@ class Program:
             asking = [(self.first_needs[reader], self.ways[reader]["again"]) for reader in readers]
             asking += [asked for reader in readers for asked in found[reader].items()]
             asking = [(op, asked) for op, asked in asking if start <= op < stop]
+            if self._is_in_doubt(place):
+                asking = []
             times = _rounded({op for op, _ in asking}, grid)
             found[place] = {op: self._column(0.0, 1.0) for op in times}
             if "move" in self.ways[place]:
@@ -316,7 +332,11 @@ class Program:
         fixed = self.step.during[point] / _UNIT
         for place, item in enumerate(self.found):
             start, stop = self.windows[place]
-            if item.is_saved and start <= point < stop:
+            if self.is_certain:
+                begin, stop = (start if item.is_saved else item.again_at), len(self.step.during)
+            else:
+                begin = start if item.is_saved else None
+            if begin is not None and begin <= point < stop:
                 fixed -= item.size_bytes / _UNIT
         row = {self.held[number]: 1.0, self.away[number]: -1.0, self.lost[number]: -1.0}
         return self._row(row, -_INFINITE, -fixed)
@@ -388,6 +408,17 @@ class Program:
         step_ms = self.own_ms + float(np.dot(self.costs, values))
         least_ms = min(self.own_ms + max(0.0, bound), step_ms)
         return Solution(self._chosen(values), step_ms, least_ms, limit_bytes)
+
+    def bound_ms(self, limit_bytes: int, *, seconds: float) -> float | None:
+        """The relaxed optimum for a peak within ``limit_bytes``, in milliseconds of a step; None if
+        there is none, or none was found in time."""
+        model = self._model()
+        model.integrality_ = []
+        upper = np.array([most for _, _, most in self.rows])
+        upper[self.limit_rows] += limit_bytes / _UNIT
+        model.row_upper_ = upper
+        found = _run(model, 0.0, seconds)
+        return None if found is None else self.own_ms + max(0.0, found[1])
 
     def least_peak(self, *, seconds: float) -> Solution | None:
         """The ways for the least peak, and of those for one of the fastest."""

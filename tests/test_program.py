@@ -14,6 +14,7 @@ from trained_steps import PURE, Drawn, Layer, step, trained
 
 from offplan.activations import Activation
 from offplan.graph import StorageId
+from offplan.joint import Joint
 from offplan.program import Program, Solution, Step, Way
 from offplan.schedule import Rates
 
@@ -330,10 +331,44 @@ def test_no_choice_is_faster_than_the_bound(drawn: Drawn, share: float) -> None:
     limit = int(floor + share * (top - floor))
     fastest = min(fastest_ms(outlooks, limit) for _, outlooks in applied)
     asked = search.base.asked_bytes(limit) + small_bytes(facts)
-    solution = solved(search.program, asked)
+    solution, bound_ms = solved(search.program, asked), certain_ms(search, asked)
     assert solution is not None
-    assert solution.least_ms <= fastest * (1 + 1e-6) + 0.001
+    assert bound_ms is not None
+    assert bound_ms <= fastest * (1 + 1e-6) + 0.001
     assert solution.least_ms <= solution.step_ms
+    # What is certain is part of what the program counts with.
+    assert bound_ms <= solution.least_ms + 0.001
+
+
+def certain_ms(search: Joint, asked_bytes: int) -> float | None:
+    found, step = search.program, search.program.step
+    may = {"may_move": found.may_move, "may_recompute": found.may_recompute}
+    certain = Program(step, found.found, is_certain=True, **may)
+    return certain.bound_ms(asked_bytes, seconds=SECONDS)
+
+
+def test_only_what_is_certain_proves_a_bound() -> None:
+    """The first is read by both others, but only the second is computed again: it could go with
+    that, at op 12, not with the third, at op 18."""
+    dear = {"can_move": False, "refused": "it draws random numbers"}
+    found = (
+        activation(0, size_bytes=5 * MB, needed_by=None, is_saved=False, can_move=False),
+        activation(1, needed_by=12, inputs=(0,), can_move=False),
+        activation(2, needed_by=18, inputs=(0,), **dear),
+    )
+    during = [10 * MB * (1 <= op <= 12) + 10 * MB * (2 <= op <= 18) for op in range(20)]
+    during[9] += 5 * MB
+    during[14] += 10 * MB
+    step = Step(during, [1.0] * 20, 10, [0], RATES)
+    counted, certain = (
+        Program(step, found, may_move=False, may_recompute=True, is_certain=is_certain)
+        for is_certain in (False, True)
+    )
+    # As it counts there is none: the first is there during op 14.
+    assert solved(counted, 20 * MB) is None
+    assert certain.bound_ms(20 * MB, seconds=SECONDS) == pytest.approx(21.0, abs=0.01)
+    assert certain.bound_ms(25 * MB, seconds=SECONDS) == pytest.approx(20.0, abs=0.01)
+    assert certain.bound_ms(9 * MB, seconds=SECONDS) is None
 
 
 @settings(DRAWN, max_examples=40)
