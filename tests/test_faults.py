@@ -9,11 +9,16 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from fault_lives import LIVES, Life, allocated, outcome_of, place
 from fault_points import HOWS, Fault, How, Point, points
+from fault_streams import lagging_device
+
+from offplan.replay import runtime
+from offplan.replay.runtime import CudaLink, Guarded, ReplayError
 
 # What moves storages while somebody trains.
 MODULES = tuple(
@@ -170,3 +175,50 @@ def test_a_module_that_takes_memory_is_among_those_that_are_tried_or_says_why_no
     found = {point.module for point in points() if point.kind != "file"} - {*MODULES}
     unknown = {module for module in found if not module.startswith(tuple(OTHERS))}
     assert unknown == set()
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+def test_copies_of_another_device_are_issued_with_it_as_the_current_one(monkeypatch) -> None:
+    current: list[torch.device] = []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    with lagging_device() as (device, _):
+        link = CudaLink(torch.device("cpu"))
+        monkeypatch.setattr(torch.cuda, "device", on)
+        monkeypatch.setattr(runtime, "is_current_device", lambda index: bool(current))
+        source, host = torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+        copy = link.send(source, host, None)
+        assert not current
+        # The stream of computing is the current one again, and the copy lags.
+        assert device.current is None
+        assert host.tolist() == [0] * 4
+        link.wait(copy)
+        assert host.tolist() == [1] * 4
+        # Back after the first is there, by the same event for where computing stands.
+        target = torch.zeros(4, dtype=torch.uint8)
+        link.wait(link.fetch(host, target, copy))
+        assert target.tolist() == [1] * 4
+        assert not device.violations
+
+
+def test_a_copy_that_fails_leaves_the_stream_of_computing_the_current_one(monkeypatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no more")
+
+    with lagging_device() as (device, _):
+        link = CudaLink(torch.device("cpu"))
+        source, host = torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+        monkeypatch.setattr(torch.Tensor, "copy_", refuse)
+        with (
+            pytest.raises(ReplayError, match="the test failed: no more"),
+            Guarded(link, "the test"),
+        ):
+            link.send(source, host, None)
+        assert device.current is None
