@@ -137,13 +137,13 @@ def test_bytes_of_an_earlier_step_are_found(device, monkeypatch):
     original = Runtime._offload
     seen: set[int] = set()
 
-    def once(self: Runtime, value: torch.Tensor, number: int, storage: Any, first: int) -> Any:
+    def once(self: Runtime, value: torch.Tensor, number: int, first: int) -> Any:
         send = self.link.send
         if number in seen:
             self.link.send = lambda source, host, after: send(host.to(source.device), host, after)
         seen.add(number)
         try:
-            return original(self, value, number, storage, first)
+            return original(self, value, number, first)
         finally:
             self.link.send = send
 
