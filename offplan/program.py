@@ -154,11 +154,13 @@ class Program:
     def _ways(self, item: Activation, number: int) -> dict[Way, int]:
         """The columns of the activation that is the region's ``number``-th, as its twins' is."""
         key = self.step.twins[item.region], number
+        # No plan takes longer for that.
+        any_ms = 0.0 if self.is_certain else _ANY
         ways: dict[Way, int] = {"keep": self._choice(key, "keep", 0.0)}
         if self.may_move and (item.can_move or (not item.is_saved and not item.refused)):
-            ways["move"] = self._choice(key, "move", _ANY)
+            ways["move"] = self._choice(key, "move", any_ms)
         if (self.may_recompute and not item.refused) or item.again_at is not None:
-            ways["again"] = self._choice(key, "again", item.cost_ms + _ANY)
+            ways["again"] = self._choice(key, "again", item.cost_ms + any_ms)
         return ways
 
     # --- rows -------------------------------------------------------------------------------------

@@ -366,8 +366,8 @@ def test_only_what_is_certain_proves_a_bound() -> None:
     )
     # As it counts there is none: the first is there during op 14.
     assert solved(counted, 20 * MB) is None
-    assert certain.bound_ms(20 * MB, seconds=SECONDS) == pytest.approx(21.0, abs=0.01)
-    assert certain.bound_ms(25 * MB, seconds=SECONDS) == pytest.approx(20.0, abs=0.01)
+    assert certain.bound_ms(20 * MB, seconds=SECONDS) == pytest.approx(21.0, abs=1e-6)
+    assert certain.bound_ms(25 * MB, seconds=SECONDS) == pytest.approx(20.0, abs=1e-6)
     assert certain.bound_ms(9 * MB, seconds=SECONDS) is None
 
 
