@@ -143,13 +143,20 @@ def other_python() -> Callable[[], Any]:
     return lambda: (json.loads(json.dumps(values)), block.sum())
 
 
+QUANTILES = {"least_us": 0.0, "median_us": 0.5, "p90_us": 0.9, "most_us": 1.0}
+
+
 def quantiles(values: list[float]) -> dict[str, float]:
     values = sorted(values)
-    at = {name: values[int(part * (len(values) - 1))] for name, part in _PARTS.items()}
-    return {name: round(value, 1) for name, value in at.items()}
+    last = len(values) - 1
+    return {name: round(values[int(part * last)], 1) for name, part in QUANTILES.items()}
 
 
-_PARTS = {"least_us": 0.0, "median_us": 0.5, "p90_us": 0.9, "most_us": 1.0}
+def steps(bench: Bench, *, moves: bool) -> dict[str, float]:
+    """The medians of several."""
+    times = zip(*(bench.step(moves=moves) for _ in range(STEPS)), strict=True)
+    forward_ms, backward_ms = (round(statistics.median(each), 2) for each in times)
+    return {"forward_ms": forward_ms, "backward_ms": backward_ms}
 
 
 def measured(bench: Bench) -> dict[str, Any]:
@@ -159,18 +166,10 @@ def measured(bench: Bench) -> dict[str, Any]:
         for _ in range(WARM_UP):
             bench.step(moves=True)
         bench.calls.clear()
-        steps = [bench.step(moves=True) for _ in range(STEPS)]
-        found[name] = {
-            "calls": {call: quantiles(us) for call, us in bench.calls.items()},
-            "forward_ms": round(statistics.median(step[0] for step in steps), 2),
-            "backward_ms": round(statistics.median(step[1] for step in steps), 2),
-        }
-    steps = [bench.step(moves=False) for _ in range(STEPS)]
-    found["nothing_moves"] = {
-        "forward_ms": round(statistics.median(step[0] for step in steps), 2),
-        "backward_ms": round(statistics.median(step[1] for step in steps), 2),
-    }
-    return found
+        times = steps(bench, moves=True)
+        calls = {call: quantiles(us) for call, us in bench.calls.items()}
+        found[name] = {"calls": calls, **times}
+    return {**found, "nothing_moves": steps(bench, moves=False)}
 
 
 def main() -> None:

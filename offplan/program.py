@@ -6,8 +6,7 @@
 2.  Memory is that of the traced step at a sample of its ops, without what the choices take away and
     with what they add: an activation that is kept or moves is there in its *window*, between its
     last use in the forward and its first need in the backward, and leaves when no view of it is
-    taken any more; one that is computed again is there
-    from when another is computed again from it.
+    taken any more; one that is computed again is there from when another is computed again from it.
 3.  Of what moves, the bytes that are *away* during an op are at most those that can have left by
     then, and can be back in time: for any earlier op, what could leave before it and what the link
     carries since, delays included; likewise for any later op, and what must come back.
@@ -195,7 +194,8 @@ class Program:
     def _window(self, place: int) -> tuple[int, int]:
         """The ops ``[start, stop)`` during which the activation can be absent."""
         item = self.found[place]
-        if self._is_in_doubt(place):
+        if self.is_certain and item.needed_by is None:
+            # In the forward only: it ends before anything can be wanted early.
             return item.last_use + 1, max(item.last_use + 1, self.step.forward_count)
         if item.is_saved and item.needed_by is None:
             # The traced backward reads it to compute others again.
@@ -203,10 +203,6 @@ class Program:
             needs = [need for need in traced if need is not None]
             return item.last_use + 1, min(needs, default=self.first_needs[place])
         return item.last_use + 1, self.first_needs[place]
-
-    def _is_in_doubt(self, place: int) -> bool:
-        """Whether it counts in the forward only (definition 5)."""
-        return self.is_certain and self.found[place].needed_by is None
 
     def _early(self) -> list[dict[int, int]]:
         """By op, a column for each time at which an activation that is not there can be wanted
@@ -229,8 +225,6 @@ class Program:
             asking = [(self.first_needs[reader], self.ways[reader]["again"]) for reader in readers]
             asking += [asked for reader in readers for asked in found[reader].items()]
             asking = [(op, asked) for op, asked in asking if start <= op < stop]
-            if self._is_in_doubt(place):
-                asking = []
             times = _rounded({op for op, _ in asking}, grid)
             found[place] = {op: self._column(0.0, 1.0) for op in times}
             if "move" in self.ways[place]:
@@ -334,10 +328,9 @@ class Program:
         fixed = self.step.during[point] / _UNIT
         for place, item in enumerate(self.found):
             start, stop = self.windows[place]
+            begin = start if item.is_saved else None
             if self.is_certain:
-                begin, stop = (start if item.is_saved else item.again_at), len(self.step.during)
-            else:
-                begin = start if item.is_saved else None
+                begin, stop = item.again_at if begin is None else begin, len(self.step.during)
             if begin is not None and begin <= point < stop:
                 fixed -= item.size_bytes / _UNIT
         row = {self.held[number]: 1.0, self.away[number]: -1.0, self.lost[number]: -1.0}
@@ -399,11 +392,7 @@ class Program:
 
     def solve(self, limit_bytes: int, *, gap_ms: float, seconds: float) -> Solution | None:
         """The ways for a peak within ``limit_bytes`` at the least time; None if there are none."""
-        model = self._model()
-        upper = np.array([most for _, _, most in self.rows])
-        upper[self.limit_rows] += limit_bytes / _UNIT
-        model.row_upper_ = upper
-        found = self._solved(model, gap_ms, seconds)
+        found = self._solved(self._limited(limit_bytes), gap_ms, seconds)
         if found is None:
             return None
         values, bound = found
@@ -414,11 +403,8 @@ class Program:
     def bound_ms(self, limit_bytes: int, *, seconds: float) -> float | None:
         """The relaxed optimum for a peak within ``limit_bytes``, in milliseconds of a step; None if
         there is none, or none was found in time."""
-        model = self._model()
+        model = self._limited(limit_bytes)
         model.integrality_ = []
-        upper = np.array([most for _, _, most in self.rows])
-        upper[self.limit_rows] += limit_bytes / _UNIT
-        model.row_upper_ = upper
         found = _run(model, 0.0, seconds)
         return None if found is None else self.own_ms + max(0.0, found[1])
 
@@ -444,6 +430,14 @@ class Program:
         values, _ = found
         step_ms = self.own_ms + float(np.dot(self.costs, values[:peak]))
         return Solution(self._chosen(values), step_ms, 0.0, int(values[peak] * _UNIT))
+
+    def _limited(self, limit_bytes: int) -> highspy.HighsLp:
+        """The model with its limit."""
+        model = self._model()
+        upper = np.array([most for _, _, most in self.rows])
+        upper[self.limit_rows] += limit_bytes / _UNIT
+        model.row_upper_ = upper
+        return model
 
     def _model(self) -> highspy.HighsLp:
         model = highspy.HighsLp()

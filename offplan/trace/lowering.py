@@ -557,13 +557,10 @@ class _Reader:
 
     def _unread_bytes(self, node: Any, reads: Collection[int]) -> int:
         """Of the buffers ``reads``, the bytes of those that no loop of ``node`` reads."""
-        names = (dep.name for dep in node.read_writes.reads if not self._is_order(dep))
-        read = {self.numbers.get(self._root(name)) for name in names}
+        # A weak one says only what runs before what.
+        found = (d for d in node.read_writes.reads if not isinstance(d, self.names.WeakDep))
+        read = {self.numbers.get(self._root(dep.name)) for dep in found}
         return sum(self.buffers[number].size_bytes for number in reads if number not in read)
-
-    def _is_order(self, dep: Any) -> bool:
-        """Whether ``dep`` says only what runs before what."""
-        return isinstance(dep, self.names.WeakDep)
 
     def _own(self, extern: Any, ops: tuple[int, ...]) -> int:
         """Which of ``ops`` the library call stands for."""
