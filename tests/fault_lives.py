@@ -29,6 +29,7 @@ from offplan.errors import OffplanError
 from offplan.footprint import Pattern
 from offplan.measured import HostLimits
 from offplan.replay import eager, pinning, runtime, shelf
+from offplan.replay.cudart import Cudart, TorchCalls
 from offplan.replay.host import HostPool
 from offplan.replay.pinning import FirstThatWorks, Pageable, Pinning, Registered, TorchPinned
 from offplan.replay.runtime import CpuLink, CudaLink, Link, Runtime, Slot, TimedCudaLink, cuda_link
@@ -39,7 +40,8 @@ CPU = torch.device("cpu")
 
 class Place:
     """A device, how its host memory is pinned, and whom to watch.  ``kind`` is ``host``, which
-    copies at once, ``lagging``, a device that is played, or ``cuda``."""
+    copies at once, ``lagging``, a device that is played, ``lagging by torch``, which torch calls,
+    or ``cuda``."""
 
     def __init__(self, kind: str, pin: str) -> None:
         self.kind, self.pin = kind, pin
@@ -100,7 +102,8 @@ def place(kind: str, pin: str) -> Iterator[Place]:
                 found.faults = _faults(torch.cuda.Stream, runtime.Event, cudart, libc)
                 yield found
             return
-        with lagging_device() as (found.lagging, found.cuda):
+        with lagging_device("torch" if kind.endswith("torch") else "cudart") as played:
+            found.lagging, found.cuda = played
             found.cuda.is_refusing = pin == "auto"
             found.faults = _faults(Stream, Event, found.cuda, libc)
             yield found
@@ -113,6 +116,9 @@ def _faults(streams: type, events: type, cudart: Any, libc: Calls) -> Faults:
             Owner(torch.Tensor, ("allocation", "copy")),
             Owner(torch.cuda, ("stream",)),
             Owner(runtime, ("stream",)),
+            Owner(runtime.CudaCopy, ("stream",)),
+            Owner(Cudart, ("stream", "copy")),
+            Owner(TorchCalls, ("stream", "copy")),
             Owner(pinning, ("pin",)),
             Owner(streams, ("stream",)),
             Owner(events, ("stream",)),
@@ -148,18 +154,13 @@ class Life(ABC):
 
     def track(self, link: Link) -> Link:
         """Notes each storage of the device that passes through ``link``."""
-        send, buffer = link.send, link.buffer
+        part = link.part
 
-        def sending(source: torch.Tensor, host: torch.Tensor, after: Any) -> Any:
-            self.storages.append(StorageWeakRef(source.untyped_storage()))
-            return send(source, host, after)
+        def noted(storage: torch.UntypedStorage, first: int, size_bytes: int) -> Any:
+            self.storages.append(StorageWeakRef(storage))
+            return part(storage, first, size_bytes)
 
-        def allocating(size_bytes: int) -> torch.Tensor:
-            found = buffer(size_bytes)
-            self.storages.append(StorageWeakRef(found.untyped_storage()))
-            return found
-
-        link.send, link.buffer = sending, allocating  # type: ignore[method-assign]
+        link.part = noted  # type: ignore[method-assign]
         return link
 
     def alive(self) -> list[str]:

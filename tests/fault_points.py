@@ -58,7 +58,7 @@ KINDS: dict[str, Kind] = {
         ],
         "allocation",
     ),
-    **dict.fromkeys(["copy_", "to", "cpu", "cuda"], "copy"),
+    **dict.fromkeys(["copy_", "copy_to_host", "copy_to_device", "to", "cpu", "cuda"], "copy"),
     **dict.fromkeys(
         [
             "Stream",

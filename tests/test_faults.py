@@ -7,24 +7,28 @@ Tests marked ``cuda`` are the same ones on a GPU.
 from __future__ import annotations
 
 import gc
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from fault_lives import LIVES, Life, allocated, outcome_of, place
 from fault_points import HOWS, Fault, How, Point, points
-from fault_streams import lagging_device
+from fault_streams import Event, Stream, lagging_device
 
-from offplan.replay import runtime
-from offplan.replay.runtime import CudaLink, Guarded, ReplayError
+from offplan.replay import cudart, runtime
+from offplan.replay.host import HostPool, Pageable
+from offplan.replay.runtime import CudaLink, Guarded, ReplayError, Runtime, Slot
 
 # What moves storages while somebody trains.
 MODULES = tuple(
     f"offplan.replay.{name}"
     for name in [
         "runtime",
+        "cudart",
         "packing",
         "host",
         "pinning",
@@ -64,7 +68,11 @@ TOLERATED = {
 UNREGISTER = "offplan.replay.pinning:Registered._unregister: torch.cuda.cudart().cudaHostUnregister"
 # ``auto`` goes on to the next way to pin.
 FALLS_BACK = ("offplan.replay.pinning", "offplan.replay.limits")
-PLACES = [("host", "off"), *(("lagging", pin) for pin in ("off", "register", "torch", "auto"))]
+PLACES = [
+    ("host", "off"),
+    *(("lagging", pin) for pin in ("off", "register", "torch", "auto")),
+    ("lagging by torch", "register"),
+]
 CUDA = [pytest.param("cuda", pin, marks=pytest.mark.cuda) for pin in ("register", "torch", "off")]
 
 
@@ -179,8 +187,20 @@ def test_a_module_that_takes_memory_is_among_those_that_are_tried_or_says_why_no
 
 # --- streams --------------------------------------------------------------------------------------
 
+CALLS = ["cudart", "torch"]
+CPU = torch.device("cpu")
 
-def test_copies_of_another_device_are_issued_with_it_as_the_current_one(monkeypatch) -> None:
+
+def whole(link: CudaLink, flat: torch.Tensor) -> Any:
+    return link.part(flat.untyped_storage(), 0, flat.numel())
+
+
+def flat(value: int) -> torch.Tensor:
+    return torch.full((4,), value, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("calls", CALLS)
+def test_copies_of_another_device_are_issued_with_it_as_the_current_one(calls, monkeypatch) -> None:
     current: list[torch.device] = []
 
     @contextmanager
@@ -189,12 +209,15 @@ def test_copies_of_another_device_are_issued_with_it_as_the_current_one(monkeypa
         yield
         current.pop()
 
-    with lagging_device() as (device, _):
-        link = CudaLink(torch.device("cpu"))
+    asked = []
+    with lagging_device(calls) as (device, _):
+        link = CudaLink(CPU)
         monkeypatch.setattr(torch.cuda, "device", on)
         monkeypatch.setattr(runtime, "is_current_device", lambda index: bool(current))
-        source, host = torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
-        copy = link.send(source, host, None)
+        name, now = type(link.calls), type(link.calls).current
+        monkeypatch.setattr(name, "current", lambda self: asked.append(len(current)) or now(self))
+        source, host = flat(1), flat(0)
+        copy = link.send(whole(link, source), host, None)
         assert not current
         # The stream of computing is the current one again, and the copy lags.
         assert device.current is None
@@ -202,23 +225,169 @@ def test_copies_of_another_device_are_issued_with_it_as_the_current_one(monkeypa
         link.wait(copy)
         assert host.tolist() == [1] * 4
         # Back after the first is there, by the same event for where computing stands.
-        target = torch.zeros(4, dtype=torch.uint8)
-        link.wait(link.fetch(host, target, copy))
+        target = flat(0)
+        link.wait(link.fetch(host, whole(link, target), copy))
         assert target.tolist() == [1] * 4
         assert not device.violations
+    # A default stream is the one of the device that is current.
+    assert set(asked) == {1}
 
 
 def test_a_copy_that_fails_leaves_the_stream_of_computing_the_current_one(monkeypatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise RuntimeError("no more")
 
-    with lagging_device() as (device, _):
-        link = CudaLink(torch.device("cpu"))
-        source, host = torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    with lagging_device("torch") as (device, _):
+        link = CudaLink(CPU)
+        source, host = flat(1), flat(0)
         monkeypatch.setattr(torch.Tensor, "copy_", refuse)
         with (
             pytest.raises(ReplayError, match="the test failed: no more"),
             Guarded(link, "the test"),
         ):
-            link.send(source, host, None)
+            link.send(whole(link, source), host, None)
         assert device.current is None
+
+
+def test_copies_say_to_cuda_which_way_they_go() -> None:
+    with lagging_device() as (_, cuda):
+        link = CudaLink(CPU)
+        source, host = flat(1), flat(0)
+        link.fetch(host, whole(link, source), link.send(whole(link, source), host, None))
+        link.drain()
+        assert cuda.kinds == [2, 1]
+
+
+@pytest.mark.parametrize("call", ["cudaEventRecord", "cudaStreamWaitEvent", "cudaMemcpyAsync"])
+def test_an_error_of_cuda_is_explained_and_left_to_nobody_else(call, monkeypatch) -> None:
+    with lagging_device() as (_, cuda):
+        made = getattr(cuda, call)
+
+        def refused(*args: int) -> int:
+            cuda.code = 700
+            return made(*args)
+
+        setattr(cuda, call, refused)
+        moving = Runtime(CudaLink(CPU), HostPool([64], Pageable()))
+        (number,) = moving.add_slots([Slot("the storage of relu", 0, 64, 64, (), 4, 0)])
+        says = rf"the offload of the storage of relu failed: CUDA error: .*700.* of {call}\)"
+        with moving.forward_run(64), pytest.raises(ReplayError, match=says):
+            moving.offload(torch.ones(16), number)
+        # The next kernel launch would be told of it.
+        assert cuda.code == 0
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
+def test_the_runtime_that_torch_has_loaded_is_found_and_says_what_an_error_is() -> None:
+    library = cudart.loaded_library()
+    assert library is not None
+    error = cudart.Cudart(library, 0)._error("cudaMemcpyAsync", 1)
+    assert str(error) == "CUDA error: invalid argument (cudaErrorInvalidValue of cudaMemcpyAsync)"
+
+
+@pytest.mark.parametrize("calls", CALLS)
+def test_a_copy_is_not_waited_for_behind_a_later_one_of_its_direction(calls) -> None:
+    with lagging_device(calls) as (device, _):
+        link = CudaLink(CPU)
+        sources, hosts = [flat(number) for number in range(3)], [flat(9) for _ in range(3)]
+        ends = zip(sources, hosts, strict=True)
+        copies = [link.send(whole(link, source), host, None) for source, host in ends]
+        target = flat(9)
+        back = link.fetch(hosts[0], whole(link, target), copies[0])
+        before = device.wait_count
+        link.wait(copies[1])
+        assert [host.tolist()[0] for host in hosts] == [0, 1, 9]
+        link.wait(copies[0])
+        link.wait(copies[1])
+        assert device.wait_count == before + 1
+        # A later one is, and one of the other direction.
+        link.wait(copies[2])
+        link.wait(back)
+        assert device.wait_count == before + 3
+        assert [each.tolist()[0] for each in (*hosts, target)] == [0, 1, 2, 0]
+        # What one stream has waited for says nothing of another, and nothing of the next run.
+        device.current = other = Stream(device)
+        link.wait(copies[0])
+        link.wait(copies[0])
+        device.current = None
+        assert len(other.queue) == 1
+        link.wait(copies[0])
+        link.begin_run()
+        link.wait(copies[0])
+        assert device.wait_count == before + 5
+
+
+def test_a_direction_waits_once_for_what_it_has_to_come_after() -> None:
+    with lagging_device() as (device, _):
+        link = CudaLink(CPU)
+        source, host, target = flat(1), flat(0), flat(0)
+        sent = [link.send(whole(link, source), host, None) for _ in range(2)]
+        queue = device.streams[-1].queue
+        added = []
+        for after in (sent[1], sent[0], None):
+            before = len(queue)
+            link.fetch(host, whole(link, target), after)
+            added.append(len(queue) - before)
+        # For where computing stands, the copy that it comes after, and the copy itself.
+        assert added == [3, 2, 2]
+        link.drain()
+        assert target.tolist() == [1] * 4
+
+
+def test_a_wait_that_is_wrongly_left_out_is_noticed() -> None:
+    with lagging_device() as (device, _):
+        link = CudaLink(CPU)
+        source, host = flat(1), flat(0)
+        copy = link.send(whole(link, source), host, None)
+        link._out.seen = link.calls.current(), copy.number
+        link.wait(copy)
+        del source
+        link.drain()
+        assert device.violations == ["a copy used memory that was gone"]
+
+
+@pytest.mark.parametrize("calls", CALLS)
+def test_events_are_used_again_and_never_by_two_copies_that_somebody_has(calls) -> None:
+    """Forwards of two steps before their backwards, in either order, on either stream."""
+    slots = [Slot(f"value {n}", 0, 64, 64, (), 4, 512 * n) for n in range(3)]
+    made: list[int] = []
+    with lagging_device(calls) as (device, _):
+        moving = Runtime(CudaLink(CPU), HostPool([2048], Pageable()))
+        numbers = moving.add_slots(slots)
+
+        def forward(first: int) -> list[torch.Tensor]:
+            with moving.forward_run(2048):
+                values = [torch.full((16,), float(first + number)) for number in numbers]
+                hosts = [moving.offload(values[n], n) for n in numbers]
+                values.clear()
+                for number in reversed(numbers):
+                    moving.release(hosts[number], number)
+            return hosts
+
+        def backward(hosts: list[torch.Tensor], first: int) -> None:
+            with moving.backward_run():
+                found = [moving.reload(hosts[n].detach(), n, torch.float32) for n in numbers]
+                events = {id(each.copy.event) for each in moving._arriving.values()}
+                assert len(events) == len(numbers)
+                for buffer in reversed(found):
+                    moving.wait(buffer)
+                # As a stream does when its turn comes.
+                device.settle()
+                assert [each.tolist() for each in found] == [[first + n] * 16 for n in numbers]
+
+        for step in range(6):
+            one, other = forward(10), forward(20)
+            order = [(one, 10), (other, 20)]
+            device.current = Stream(device) if step % 2 else None
+            for hosts, first in reversed(order) if step % 3 else order:
+                thread = threading.Thread(target=backward, args=(hosts, first))
+                thread.start()
+                thread.join()
+            device.settle()
+            device.current = None
+            del one, other, order, hosts
+            made.append(len({id(each) for each in gc.get_objects() if type(each) is Event}))
+        assert moving.stats().lease_count == 12
+        moving.close()
+        assert not device.violations
+    assert made[2:] == made[2:3] * 4

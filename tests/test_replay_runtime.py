@@ -11,6 +11,7 @@ import mmap
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from torch.nn import functional as F
 from offplan.errors import PlanError, TargetError
 from offplan.graph import digest
 from offplan.plan import Plan, make_plan
+from offplan.replay import rewrite
 from offplan.replay.compiled import Replay, build_real, loss_of
 from offplan.replay.host import HostMemoryError, HostPool, Pageable, Registered, Slab, layout
 from offplan.replay.live import LiveBytes
@@ -677,3 +679,17 @@ def test_live_bytes_counts_storages_until_they_die():
         del view
         assert live.live_bytes == 0
     assert live.peak_bytes == 8004
+
+
+def test_of_copies_waited_for_at_one_place_the_last_that_is_issued_comes_first():
+    """Those before it need no wait then.  (Offloaded, released, reloaded, needed; by number.)"""
+    placed = [
+        (transfer(0, 64, 9, 5), 0),
+        (transfer(3, 64, 9, 5), 1),
+        (transfer(3, 64, 7, 5), 2),
+        (transfer(0, 64, 7, 3), 3),
+    ]
+    items = [rewrite._Placed(SimpleNamespace(transfer=each), None, n) for each, n in placed]  # type: ignore[arg-type]
+    assert [item.number for item in sorted(items, key=rewrite._release_order)] == [3, 2, 1, 0]
+    assert [item.number for item in sorted(items, key=rewrite._reload_order)] == [2, 3, 0, 1]
+    assert [item.number for item in sorted(items, key=rewrite._wait_order)] == [3, 2, 1, 0]

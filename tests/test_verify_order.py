@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from offplan.replay import rewrite, runtime
+from offplan.replay import rewrite
 from offplan.replay.cases import find_cases
 from offplan.replay.host import HostPool, Pageable
 from offplan.replay.pace import PacedCpuLink, paced
-from offplan.replay.packing import scatter, window
+from offplan.replay.packing import scatter
 from offplan.replay.runtime import CpuLink, Runtime, Slot
 from offplan.replay.selftest import Asked, verify_one
 from offplan.verified import CaseResult, Pace
@@ -46,9 +46,9 @@ def paces(found: CaseResult) -> set[Pace]:
 def never_arrives(self: Runtime, buffer: torch.Tensor) -> None:
     """``Runtime.wait`` without the wait."""
     arriving = self._arriving.pop(buffer.data_ptr())
-    if arriving.slot.pieces:
+    if arriving.packed is not None:
         slot = arriving.slot
-        scatter(arriving.target, buffer.untyped_storage(), slot.first_byte, slot.pieces)
+        scatter(arriving.packed, buffer.untyped_storage(), slot.first_byte, slot.pieces)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -81,7 +81,7 @@ def test_an_arena_that_is_used_again_before_its_last_reload_is_found(monkeypatch
 
     def reload(self: Runtime, host: torch.Tensor, number: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = original(self, host, number, dtype)
-        self._leases[host.data_ptr()].arena.last_reload = None
+        self.pool.by_address[host.data_ptr()].last_reload = None
         return buffer
 
     monkeypatch.setattr(Runtime, "reload", reload)
@@ -92,10 +92,13 @@ def test_an_arena_that_is_used_again_before_its_last_reload_is_found(monkeypatch
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_wrong_byte_range_is_found(device, monkeypatch):
-    def shifted(storage: Any, start: int, *rest: Any) -> torch.Tensor:
-        return window(storage, max(0, start - 8), *rest)
+    original = Runtime._offload
 
-    monkeypatch.setattr(runtime, "window", shifted)
+    def shifted(self: Runtime, value: torch.Tensor, number: int, first: int) -> torch.Tensor:
+        slot = self.slots[number]
+        return original(self, value, number, first - (0 if slot.pieces else min(8, slot.start)))
+
+    monkeypatch.setattr(Runtime, "_offload", shifted)
     found = verified("shifted-labels", device)
     assert found.outcome == "different"
     assert "as they come" in paces(found)
@@ -137,10 +140,13 @@ def test_bytes_of_an_earlier_step_are_found(device, monkeypatch):
     original = Runtime._offload
     seen: set[int] = set()
 
+    def old(link: Any, host: torch.Tensor) -> Any:
+        return link.part(host.to(link.device).untyped_storage(), 0, host.numel())
+
     def once(self: Runtime, value: torch.Tensor, number: int, first: int) -> Any:
         send = self.link.send
         if number in seen:
-            self.link.send = lambda source, host, after: send(host.to(source.device), host, after)
+            self.link.send = lambda source, host, after: send(old(self.link, host), host, after)
         seen.add(number)
         try:
             return original(self, value, number, first)

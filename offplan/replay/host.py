@@ -73,9 +73,10 @@ class Slab:
 
 
 class Arena:
-    """``size_bytes`` of a slab.  ``last_reload`` is the copy that reads it, if one may still.
+    """``size_bytes`` of a slab, for one lease at a time.
 
-    One of no bytes needs no slab.
+    ``last_reload`` is the copy that reads it, if one may still; ``sent`` has the copies to the host
+    that were issued for the last lease, by slot.  One of no bytes needs no slab.
     """
 
     def __init__(self, slab: Slab | None, start: int, size_bytes: int) -> None:
@@ -83,24 +84,30 @@ class Arena:
         self.address = 0 if slab is None else slab.address + start
         self.size_bytes = size_bytes
         self.last_reload: Any = None
+        self.sent: dict[int, Any] = {}
+        # How ctypes knows so many bytes, which takes it long to find out.
+        self._types: dict[int, type[ctypes.Array[ctypes.c_ubyte]]] = {}
+
+    def memory(self, offset: int, size_bytes: int) -> Any:
+        """``size_bytes`` from ``offset``, as ctypes sees them."""
+        found = self._types.get(size_bytes)
+        if found is None:
+            found = self._types[size_bytes] = ctypes.c_ubyte * size_bytes
+        return found.from_address(self.address + offset)
 
 
 class Lease:
-    """One forward run's use of an arena; ends when the last host tensor made from it has died.
-
-    ``sent`` has the copies to the host that were issued, by slot.
-    """
+    """One forward run's use of an arena; ends when the last host tensor made from it has died."""
 
     def __init__(self, arena: Arena, free: Callable[[Arena], None]) -> None:
         self.arena = arena
-        self.sent: dict[int, Any] = {}
         self._free = free
 
     def host_tensor(self, offset: int, size_bytes: int) -> torch.Tensor:
         """``size_bytes`` of the arena as a flat uint8 tensor, which keeps the lease."""
         if not size_bytes:
             return torch.empty(0, dtype=torch.uint8)
-        memory = (ctypes.c_ubyte * size_bytes).from_address(self.arena.address + offset)
+        memory = self.arena.memory(offset, size_bytes)
         memory.lease = self
         # The tensor's storage keeps ``memory``, through any detach or view, until it dies.
         return torch.frombuffer(memory, dtype=torch.uint8)
@@ -122,6 +129,9 @@ class HostPool:
         # Leases end wherever a tensor dies, on any thread and at any moment: appending and popping
         # are the only operations, and each is atomic.
         self.free: dict[int, deque[Arena]] = {}
+        # Where a host tensor lies that was made from a lease: whoever has it has the lease, which
+        # is the only one of its arena.
+        self.by_address: dict[int, Arena] = {}
         self.is_closed = False
         self._add([size for size in sizes if size])
 
@@ -181,6 +191,7 @@ class HostPool:
         """Give every slab back.  Copies in flight must have been waited for."""
         self.is_closed = True
         self.free.clear()
+        self.by_address.clear()
         # Each of them, whatever becomes of another.
         with ExitStack() as all_of_them:
             while self.slabs:

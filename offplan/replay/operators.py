@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -101,24 +101,21 @@ class _Calls:
 
     @property
     def runtime(self) -> Runtime:
-        found = self._runtime()
-        if found is None:
-            raise ReplayError("the replay is closed", fix="make a new one")
-        return found
+        return self._runtime() or _gone()
 
     def offload(self, value: torch.Tensor, slot: int, size_bytes: int) -> torch.Tensor:
-        return self.runtime.offload_value(value, slot)
+        return (self._runtime() or _gone()).offload_value(value, slot)
 
     def release(self, host: torch.Tensor, value: torch.Tensor, slot: int) -> None:
-        self.runtime.let_go(slot)
+        (self._runtime() or _gone()).let_go(slot)
 
     def reload(
         self, host: torch.Tensor, slot: int, size_bytes: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        return self.runtime.reload(host, slot, dtype)
+        return (self._runtime() or _gone()).reload(host, slot, dtype)
 
     def wait(self, buffer: torch.Tensor) -> None:
-        self.runtime.wait(buffer)
+        (self._runtime() or _gone()).wait(buffer)
 
     def fake_offload(self, value: torch.Tensor, slot: int, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
@@ -128,3 +125,7 @@ class _Calls:
     ) -> torch.Tensor:
         count = size_bytes // dtype.itemsize
         return torch.empty(count, dtype=dtype, device=self.runtime.device)
+
+
+def _gone() -> NoReturn:
+    raise ReplayError("the replay is closed", fix="make a new one")

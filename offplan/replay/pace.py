@@ -36,7 +36,7 @@ from typing import Protocol
 
 import torch
 
-from offplan.replay.runtime import Copy, CpuLink, CudaLink, Event, Link
+from offplan.replay.runtime import Copy, CpuLink, CudaLink, Link, Part
 from offplan.trace._torch import spin
 from offplan.verified import Pace
 
@@ -101,20 +101,26 @@ class PacedCudaLink:
         if self._pace == "fast":
             self._spin(torch.cuda.current_stream(self.device), _LAG_MS)
 
-    def buffer(self, size_bytes: int) -> torch.Tensor:
-        return self.link.buffer(size_bytes)
+    def begin_run(self) -> None:
+        self.link.begin_run()
 
-    def send(self, source: torch.Tensor, host: torch.Tensor, after: Copy | None) -> Copy:
+    def buffer(self, size_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return self.link.buffer(size_bytes, dtype)
+
+    def part(self, storage: torch.UntypedStorage, first: int, size_bytes: int) -> Part:
+        return self.link.part(storage, first, size_bytes)
+
+    def send(self, source: Part, host: torch.Tensor, after: Copy | None) -> Copy:
         if self._pace not in _SLOW_TO_HOST:
             return self.link.send(source, host, after)
         return self._slowed(self.link.to_host, lambda: self.link.send(source, host, after))
 
-    def fetch(self, host: torch.Tensor, target: torch.Tensor, after: Copy | None) -> Copy:
+    def fetch(self, host: torch.Tensor, target: Part, after: Copy | None) -> Copy:
         if self._pace not in _SLOW_TO_DEVICE:
             return self.link.fetch(host, target, after)
         return self._slowed(self.link.to_device, lambda: self.link.fetch(host, target, after))
 
-    def arrive(self, host: torch.Tensor, target: torch.Tensor, copy: Copy) -> None:
+    def arrive(self, host: torch.Tensor, target: Part, copy: Copy) -> None:
         self.link.arrive(host, target, copy)
 
     def wait(self, copy: Copy) -> None:
@@ -135,7 +141,9 @@ class PacedCudaLink:
         if self._random.random() < 0.5:
             return copy
         self._spin(stream, self._random.uniform(0, _LONGEST_SPIN_MS))
-        return stream.record_event(Event())
+        # Nobody has seen it yet: it ends later than it did.
+        self.link.calls.record_event(copy.event, copy.lane.stream)
+        return copy
 
     def _spin(self, stream: torch.cuda.Stream, length_ms: float) -> None:
         with torch.cuda.stream(stream):
@@ -237,8 +245,14 @@ class PacedCpuLink:
         # The compute of the CPU is always done when the host comes by: copies are early instead.
         pass
 
-    def buffer(self, size_bytes: int) -> torch.Tensor:
-        return self.link.buffer(size_bytes)
+    def begin_run(self) -> None:
+        self.link.begin_run()
+
+    def buffer(self, size_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return self.link.buffer(size_bytes, dtype)
+
+    def part(self, storage: torch.UntypedStorage, first: int, size_bytes: int) -> Part:
+        return self.link.part(storage, first, size_bytes)
 
     def send(self, source: torch.Tensor, host: torch.Tensor, after: Copy | None) -> Copy:
         self._check_order(host, after)

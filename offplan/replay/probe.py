@@ -42,7 +42,7 @@ from offplan.replay.compiled import Replay, loss_of
 from offplan.replay.host import HostPool, Slab
 from offplan.replay.limits import HostMemoryError, ceiling_bytes, read_limits, with_trial
 from offplan.replay.pinning import DEFAULT_PIN, Locked, Pageable, Pinning, Registered, choose
-from offplan.replay.runtime import CpuLink, CudaLink, Link
+from offplan.replay.runtime import CpuLink, CudaLink, Link, Part
 from offplan.roofline import is_view
 from offplan.target import Target
 
@@ -358,13 +358,14 @@ def copy_latency_s(rates: Sequence[LinkRate]) -> float:
 
 def _send(link: Link, ends: Ends, size: int, count: int, wait: bool = True) -> None:
     for _ in range(count):
-        copy = link.send(ends.device[0][:size], ends.host[0][:size], None)
+        copy = link.send(source, host, None)
     if wait:
         link.wait(copy)
 
 
 def _fetch(link: Link, ends: Ends, size: int, count: int, wait: bool = True) -> None:
-    host, target = ends.host[1][:size], ends.device[1][:size]
+    host, target = ends.host[1][:size], _part(link, ends.device[1][:size])
+    source, host = _part(link, ends.device[0][:size]), ends.host[0][:size]
     for _ in range(count):
         copy = link.fetch(host, target, None)
     if wait:
@@ -378,6 +379,11 @@ def overlap_of(copy_s: float, compute_s: float, together_s: float) -> float:
     """Definition 4."""
     hidden = copy_s + compute_s - together_s
     return min(max(hidden / min(copy_s, compute_s), 0.0), 1.0)
+
+def _part(link: Link, flat: torch.Tensor) -> Part:
+    """All of ``flat``, as ``link`` copies it."""
+    return link.part(flat.untyped_storage(), flat.storage_offset(), flat.numel())
+
 
 
 def measured_overlap(link: Link, timer: Timer, ends: Ends, compute: Work) -> float:
@@ -415,17 +421,18 @@ def _trial(link: Link, ends: Ends, busy: Work, value: int) -> bool:
     host.fill_(value)
     busy()
     source.fill_(value)
-    sent = link.send(source, landed, None)
+    out, back = _part(link, source), _part(link, target)
+    sent = link.send(out, landed, None)
     # Back from the same host bytes: only behind the copy that fills them.
-    again = link.fetch(landed, target, sent)
-    link.arrive(landed, target, again)
+    again = link.fetch(landed, back, sent)
+    link.arrive(landed, back, again)
     returned = target.eq(value).all()
     link.wait(sent)
     busy()
     source.fill_(value + 1)
     target.zero_()
-    fetched = link.fetch(host, target, None)
-    link.arrive(host, target, fetched)
+    fetched = link.fetch(host, back, None)
+    link.arrive(host, back, fetched)
     read = (target + 1).eq(value + 1).all()
     seen = [bool(returned), bool(read), bool(source.eq(value + 1).all())]
     link.drain()

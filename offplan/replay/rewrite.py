@@ -325,7 +325,7 @@ def _rewrite_forward(side: _Side, placed: Sequence[_Placed], ops: TransferOps, u
     # Copies are issued before anything at the same place waits for an older one.
     for item in sorted(placed, key=lambda p: (p.move.transfer.offload_after, p.number)):
         hosts[item.number] = _offload(side, item, ops, undo)
-    for item in sorted(placed, key=lambda p: (p.move.transfer.release_by, p.number)):
+    for item in sorted(placed, key=_release_order):
         host = hosts[item.number]
         with side.graph.inserting_before(side.before(item.move.transfer.release_by + 1)):
             kept = (_root(side, item),) if ops.graph_keeps else ()
@@ -394,7 +394,7 @@ def _rewrite_backward(side: _Side, placed: Sequence[_Placed], ops: TransferOps, 
             size = (item.slot.buffer_bytes,) if ops.graph_keeps else ()
             given = (host, item.number, *size, dtype)
             buffers[item.number] = _call(side, undo, ops.reload, given, fake)
-    for item in sorted(needed, key=lambda p: (p.move.transfer.needed_by, p.number)):
+    for item in sorted(needed, key=_wait_order):
         buffer = buffers[item.number]
         with side.graph.inserting_before(side.before(item.move.transfer.needed_by)):
             _call(side, undo, ops.wait, (buffer,), None)
@@ -411,8 +411,19 @@ def _buffer_dtype(views: Sequence[torch.Tensor]) -> torch.dtype:
     return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
 
+def _release_order(item: _Placed) -> tuple[Any, ...]:
+    """Of those at one place the last copy first: whoever has waited for it has for the others."""
+    transfer = item.move.transfer
+    return transfer.release_by, -transfer.offload_after, -item.number
+
+
 def _reload_order(item: _Placed) -> tuple[Any, ...]:
     return item.move.transfer.reload_at, item.move.transfer.needed_by, item.number
+
+
+def _wait_order(item: _Placed) -> tuple[Any, ...]:
+    """As ``_release_order``."""
+    return item.move.transfer.needed_by, -item.move.transfer.reload_at, -item.number
 
 
 def _rebuild(

@@ -12,7 +12,8 @@ stream of its own, on which copies run in the order in which they were issued.
 3.  *reload* allocates on the compute stream, makes the host-to-device stream wait for the compute
     stream as it stands (the allocation's former user) and for the slot's own offload; then issues
     the copy.
-4.  *wait* makes the compute stream wait for that copy.
+4.  *wait* makes the compute stream wait for that copy.  Copies of one direction end in the order in
+    which they were issued: what has waited for one is not made to wait for those before it.
 5.  Nothing here blocks the host, except for a pool that has to grow, for ``close``, and after a
     failure: then the host waits until nothing is in flight, before anything is let go that a copy
     may still use.
@@ -27,15 +28,13 @@ One thread uses a runtime at a time; a backward may run on another one than its 
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import os
 import sys
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -45,13 +44,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from offplan.errors import DeviceError, OffplanError
 from offplan.footprint import Pattern
+from offplan.replay.cudart import DeviceCalls, Event, device_calls
 from offplan.replay.host import HostPool, Lease, Pageable, Pinning
 from offplan.replay.packing import gather, scatter, window
-from offplan.trace._torch import is_current_device, storage_key, stream_key
+from offplan.trace._torch import is_current_device, storage_key
 from offplan.transfers import buffer_bytes, first_byte
 
-# A copy that was issued: an event on the GPU; None on the CPU, where nothing is left to wait for.
+# A copy that was issued: ``CudaCopy`` on a GPU; None on the CPU, where nothing is left to wait for.
 Copy = Any
+# Bytes of a storage of the device, which it keeps: what ``Link.part`` returns.
+Part = Any
 
 
 class ReplayError(OffplanError):
@@ -94,15 +96,20 @@ class Slot:
     host_offset: int
     stride: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def first_byte(self) -> int:
         """Where in the storage the reloaded buffer begins: rounded down, to keep its alignment."""
         return first_byte(self.start)
 
-    @property
+    @cached_property
     def buffer_bytes(self) -> int:
         """Bytes allocated on reload; whole elements, so that it can be viewed as any dtype."""
         return buffer_bytes(self.start, self.stop, self.item_bytes)
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Bytes from the first that is carried to the last."""
+        return self.stop - self.start
 
 
 class TransferOps(NamedTuple):
@@ -131,13 +138,18 @@ class Link(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def buffer(self, size_bytes: int) -> torch.Tensor: ...
+    def begin_run(self) -> None:
+        """A forward or a backward begins."""
 
-    def send(self, source: torch.Tensor, host: torch.Tensor, after: Copy | None) -> Copy: ...
+    def buffer(self, size_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor: ...
 
-    def fetch(self, host: torch.Tensor, target: torch.Tensor, after: Copy | None) -> Copy: ...
+    def part(self, storage: torch.UntypedStorage, first: int, size_bytes: int) -> Part: ...
 
-    def arrive(self, host: torch.Tensor, target: torch.Tensor, copy: Copy) -> None: ...
+    def send(self, source: Part, host: torch.Tensor, after: Copy | None) -> Copy: ...
+
+    def fetch(self, host: torch.Tensor, target: Part, after: Copy | None) -> Copy: ...
+
+    def arrive(self, host: torch.Tensor, target: Part, copy: Copy) -> None: ...
 
     def wait(self, copy: Copy) -> None: ...
 
@@ -153,8 +165,14 @@ class CpuLink:
 
     device = torch.device("cpu")
 
-    def buffer(self, size_bytes: int) -> torch.Tensor:
-        return torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+    def begin_run(self) -> None:
+        pass
+
+    def buffer(self, size_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.full((size_bytes,), 0xFF, dtype=torch.uint8).view(dtype)
+
+    def part(self, storage: torch.UntypedStorage, first: int, size_bytes: int) -> torch.Tensor:
+        return window(storage, first, (size_bytes,), (1,))
 
     def send(self, source: torch.Tensor, host: torch.Tensor, after: Copy | None) -> Copy:
         host.copy_(source)
@@ -181,19 +199,47 @@ class CpuLink:
         return None
 
 
-class Event(torch.cuda.Event):
-    """An event that a forked child leaves alone: CUDA is not there to destroy it, and would end the
-    process for the attempt."""
+# No copy has that number, and nothing is said of any stream.
+_NOTHING_SEEN = (None, 0)
 
-    def __new__(cls, *, enable_timing: bool = False) -> Event:
-        event = super().__new__(cls, enable_timing=enable_timing)
-        event.owner = os.getpid()
-        return event
+
+class _Lane:
+    """The copies of one direction, numbered from 1 in the order in which they are issued."""
+
+    __slots__ = ("count", "events", "followed", "seen", "stream")
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.count = 0
+        # Of copies that nobody has any more.
+        self.events: list[Event] = []
+        # The last copy of the other direction that this one has waited for.
+        self.followed = 0
+        # A compute stream, and the last copy that it has waited for: of the last such stream alone,
+        # and within one run.  A stream of the user's may be destroyed, and its handle be another's;
+        # inside a run that is as safe as torch's allocator, to which a handle is a stream too.
+        self.seen: tuple[Any, int] = _NOTHING_SEEN
+
+
+class CudaCopy:
+    """A copy that was issued on ``lane``; it has ended where ``event`` was recorded.
+
+    The event is another copy's once nobody has this one, and so nobody can come to wait for it.  A
+    stream that waits already does so for what the event said then.
+    """
+
+    __slots__ = ("event", "lane", "number")
+
+    def __init__(self, lane: _Lane, number: int, event: Event) -> None:
+        self.lane, self.number, self.event = lane, number, event
+
+    def synchronize(self) -> None:
+        """The host waits for it."""
+        self.event.synchronize()
 
     def __del__(self) -> None:
-        if os.getpid() != self.owner:
-            # One reference more than there are, so it is never destroyed.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        # Copies die on any thread and at any moment: appending and popping are each atomic.
+        self.lane.events.append(self.event)
 
 
 class CudaLink:
@@ -207,28 +253,55 @@ class CudaLink:
         self.device = device
         self.to_host = torch.cuda.Stream(device)
         self.to_device = torch.cuda.Stream(device)
-        # Where the compute stream stands.  A stream that waits for it waits for what it says at
-        # that moment, so that one event does for all copies.
-        self._here = Event()
         self._index = device.index
         if device.type == "cuda" and device.index is None:
             self._index = torch.cuda.current_device()
-        self._streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+        self.calls: DeviceCalls = device_calls(self._index)
+        self._out = _Lane(self.calls.named(self.to_host))
+        self._back = _Lane(self.calls.named(self.to_device))
+        # Where the compute stream stands.  A stream that waits for it waits for what it says at
+        # that moment, so that one event does for all copies.
+        self._here = _made_on(self.to_host)
 
-    def buffer(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+    def begin_run(self) -> None:
+        self._out.seen = self._back.seen = _NOTHING_SEEN
 
-    def send(self, source: torch.Tensor, host: torch.Tensor, after: Copy | None) -> Copy:
-        return self._issue(self.to_host, host, source, after)
+    def buffer(self, size_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.empty(size_bytes // dtype.itemsize, dtype=dtype, device=self.device)
 
-    def fetch(self, host: torch.Tensor, target: torch.Tensor, after: Copy | None) -> Copy:
-        return self._issue(self.to_device, target, host, after)
+    def part(self, storage: torch.UntypedStorage, first: int, size_bytes: int) -> Part:
+        return self.calls.part(storage, first, size_bytes)
 
-    def arrive(self, host: torch.Tensor, target: torch.Tensor, copy: Copy) -> None:
+    def send(self, source: Part, host: torch.Tensor, after: Copy | None) -> Copy:
+        if not is_current_device(self._index):
+            with torch.cuda.device(self.device):
+                return self.send(source, host, after)
+        event = self._begin(self._out, after) or _made_on(self.to_host)
+        self.calls.copy_to_host(host, source, self._out.stream)
+        return self._issued(self._out, event)
+
+    def fetch(self, host: torch.Tensor, target: Part, after: Copy | None) -> Copy:
+        if not is_current_device(self._index):
+            with torch.cuda.device(self.device):
+                return self.fetch(host, target, after)
+        event = self._begin(self._back, after) or _made_on(self.to_device)
+        self.calls.copy_to_device(target, host, self._back.stream)
+        return self._issued(self._back, event)
+
+    def arrive(self, host: torch.Tensor, target: Part, copy: Copy) -> None:
         self.wait(copy)
 
     def wait(self, copy: Copy) -> None:
-        self._compute().wait_event(copy)
+        if not is_current_device(self._index):
+            with torch.cuda.device(self.device):
+                self.wait(copy)
+            return
+        stream = self.calls.current()
+        seen_by, seen = copy.lane.seen
+        if seen_by != stream or copy.number > seen:
+            self._wait(stream, copy)
+            # Both at once: an interrupt between them would let one stream pass for another.
+            copy.lane.seen = stream, copy.number
 
     def drain(self) -> None:
         self.to_host.synchronize()
@@ -241,50 +314,35 @@ class CudaLink:
     def stalled_ms(self) -> float | None:
         return None
 
-    def _issue(
-        self,
-        stream: torch.cuda.Stream,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        after: Copy | None,
-    ) -> Copy:
-        if not is_current_device(self._index):
-            with torch.cuda.device(self.device):
-                return self._issue(stream, target, source, after)
-        compute = self._compute()
-        compute.record_event(self._here)
-        stream.wait_event(self._here)
-        if after is not None:
-            stream.wait_event(after)
-        with _OnStream(stream, compute):
-            target.copy_(source, non_blocking=True)
-        return stream.record_event(Event())
+    def _wait(self, stream: Any, copy: CudaCopy) -> None:
+        self.calls.wait_event(stream, copy.event)
 
-    def _compute(self) -> torch.cuda.Stream:
-        """The current stream of the device."""
-        key = stream_key(self._index)
-        found = self._streams.get(key)
-        if found is None:
-            found = self._streams[key] = torch.cuda.current_stream(self.device)
-        return found
+    def _begin(self, lane: _Lane, after: CudaCopy | None) -> Event | None:
+        """Make ``lane`` wait for the compute stream, and for the copy ``after``.  An event for the
+        copy that comes next, if one is left."""
+        calls, stream = self.calls, lane.stream
+        calls.record_event(self._here, calls.current())
+        calls.wait_event(stream, self._here)
+        if after is not None and after.lane is not lane and after.number > lane.followed:
+            calls.wait_event(stream, after.event)
+            lane.followed = after.number
+        try:
+            return lane.events.pop()
+        except IndexError:
+            return None
+
+    def _issued(self, lane: _Lane, event: Event) -> CudaCopy:
+        self.calls.record_event(event, lane.stream)
+        lane.count += 1
+        return CudaCopy(lane, lane.count, event)
 
 
-class _OnStream:
-    """``stream`` is the current one in place of ``before``, of the current device.
-
-    ``torch.cuda.stream`` asks first for what is current, which is known here.
-    """
-
-    __slots__ = ("before", "stream")
-
-    def __init__(self, stream: torch.cuda.Stream, before: torch.cuda.Stream) -> None:
-        self.stream, self.before = stream, before
-
-    def __enter__(self) -> None:
-        torch.cuda.set_stream(self.stream)
-
-    def __exit__(self, *error: object) -> None:
-        torch.cuda.set_stream(self.before)
+def _made_on(stream: torch.cuda.Stream) -> Event:
+    """An event of the device of ``stream``, as CUDA knows it."""
+    event = Event()
+    stream.record_event(event)
+    event.address = event.cuda_event
+    return event
 
 
 # Pairs of events that a timed link keeps before it asks which are over.
@@ -299,12 +357,12 @@ class TimedCudaLink(CudaLink):
         self.waits: deque[tuple[Event, Event]] = deque()
         self.total_ms = 0.0
 
-    def wait(self, copy: Copy) -> None:
+    def _wait(self, stream: Any, copy: CudaCopy) -> None:
         before, after = (Event(enable_timing=True) for _ in range(2))
-        stream = self._compute()
-        before.record(stream)
-        super().wait(copy)
-        after.record(stream)
+        compute = torch.cuda.current_stream(self.device)
+        before.record(compute)
+        super()._wait(stream, copy)
+        after.record(compute)
         self.waits.append((before, after))
         # Whether or not anybody ever asks, there are no more of them than are under way.
         while len(self.waits) > _MOST_WAITS and self.waits[0][1].query():
@@ -368,8 +426,7 @@ def explained(doing: str) -> Iterator[None]:
 
 
 class Guarded:
-    """The same around one transfer.  If it fails, or is interrupted, all copies have ended before
-    the error leaves here: then no memory can go that one of them still uses."""
+    """``failed`` around one transfer."""
 
     __slots__ = ("doing", "link")
 
@@ -383,8 +440,14 @@ class Guarded:
         self, kind: object, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            end_copies(self.link)
-            _explain(error, self.doing)
+            failed(self.link, error, self.doing)
+
+
+def failed(link: Link, error: BaseException, doing: str) -> None:
+    """One transfer has failed, or was interrupted: all copies have ended before the error leaves
+    here, since then no memory can go that one of them still uses; and it is ``explained``."""
+    end_copies(link)
+    _explain(error, doing)
 
 
 def _explain(error: BaseException, doing: str) -> None:
@@ -422,17 +485,18 @@ class _Sending(NamedTuple):
     """An offload that is not released: the storage, what is copied of it, and the copy."""
 
     value: torch.Tensor
-    source: torch.Tensor
+    source: Part
     copy: Copy
 
 
 class _Arriving(NamedTuple):
     """A reload that has not been waited for.  ``target`` is what the copy fills: a part of
-    ``buffer``, or the packed bytes that are still to be scattered into it."""
+    ``buffer``, or all of ``packed``, which is still to be scattered into it."""
 
     slot: Slot
     host: torch.Tensor
-    target: torch.Tensor
+    target: Part
+    packed: torch.Tensor | None
     buffer: torch.Tensor
     copy: Copy
 
@@ -457,9 +521,7 @@ class Runtime:
         self._totals = _Totals()
         self._lease: Lease | None = None
         self._sending: dict[int, _Sending] = {}
-        # By address: of a host tensor, which lives as long as its lease, and of a buffer that is
-        # held here.
-        self._leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()
+        # By the address of the buffer, which is held here.
         self._arriving: dict[int, _Arriving] = {}
 
     @property
@@ -520,6 +582,7 @@ class Runtime:
         """
         self._check_open()
         try:
+            self.link.begin_run()
             self._lease = self.pool.lease(arena_bytes)
             self._totals.lease_count += 1
             yield
@@ -534,6 +597,7 @@ class Runtime:
         If it fails, its reloads end before their buffers go.
         """
         self._check_open()
+        self.link.begin_run()
         try:
             yield
         finally:
@@ -553,32 +617,39 @@ class Runtime:
 
     def offload_value(self, value: torch.Tensor, number: int) -> torch.Tensor:
         """The same where the slot's bytes count from the first one of ``value``."""
-        expected = self.slots[number].stride
+        if value.stride() != self.slots[number].stride:
+            self._check_strides(value, self.slots[number])
+        return self._offload(value, number, value.storage_offset() * value.element_size())
+
+    def _check_strides(self, value: torch.Tensor, slot: Slot) -> None:
         # That of a dimension of one element says nothing.
-        steps = zip(value.size(), value.stride(), expected, strict=True)
+        steps = zip(value.size(), value.stride(), slot.stride, strict=True)
         if any(size > 1 and step != planned for size, step, planned in steps):
             raise ReplayError(
-                f"{self.slots[number].name} was compiled with the strides {value.stride()}, and "
-                f"planned with {expected}",
+                f"{slot.name} was compiled with the strides {value.stride()}, and planned with "
+                f"{slot.stride}",
                 fix="report it with the target; until then, plan for --compiler aot_eager",
             )
-        first = value.storage_offset() * value.element_size()
-        return self._offload(value, number, first)
 
     def _offload(self, value: torch.Tensor, number: int, first: int) -> torch.Tensor:
         assert self._lease is not None
-        slot, lease = self.slots[number], self._lease
+        slot, lease, link = self.slots[number], self._lease, self.link
         host = lease.host_tensor(slot.host_offset, slot.transfer_bytes)
-        with Guarded(self.link, f"the offload of {slot.name}"):
+        arena = lease.arena
+        try:
+            storage = value.untyped_storage()
             if slot.pieces:
-                source = gather(value.untyped_storage(), slot.pieces, first)
+                packed = gather(storage, slot.pieces, first).untyped_storage()
+                source = link.part(packed, 0, slot.transfer_bytes)
             else:
-                size = slot.stop - slot.start
-                source = window(value.untyped_storage(), first + slot.start, (size,), (1,))
-            copy = self.link.send(source, host, lease.arena.last_reload)
+                source = link.part(storage, first + slot.start, slot.size_bytes)
+            copy = link.send(source, host, arena.last_reload)
             self._sending[number] = _Sending(value, source, copy)
-        self._leases[host.data_ptr()] = lease
-        lease.sent[number] = copy
+        except BaseException as error:
+            failed(link, error, f"the offload of {slot.name}")
+            raise
+        self.pool.by_address[host.data_ptr()] = arena
+        arena.sent[number] = copy
         self._totals.offload_count += 1
         self._totals.offloaded_bytes += slot.transfer_bytes
         return host
@@ -593,39 +664,50 @@ class Runtime:
 
     def let_go(self, number: int) -> torch.Tensor:
         """The same for a storage that the graph still has: it is not checked to be gone."""
-        with Guarded(self.link, f"the release of {self.slots[number].name}"):
+        try:
             value, _, copy = self._sending.pop(number)
             self.link.wait(copy)
+        except BaseException as error:
+            failed(self.link, error, f"the release of {self.slots[number].name}")
+            raise
         return value
 
     def reload(
         self, host: torch.Tensor, number: int, dtype: torch.dtype = torch.uint8
     ) -> torch.Tensor:
         """Issue the copy back.  The flat buffer it goes to, not to be read before ``wait``."""
-        slot, lease = self.slots[number], self._leases[host.data_ptr()]
-        with Guarded(self.link, f"the reload of {slot.name}"):
-            buffer = self.link.buffer(slot.buffer_bytes)
+        slot, arena, link = self.slots[number], self.pool.by_address[host.data_ptr()], self.link
+        try:
+            buffer = link.buffer(slot.buffer_bytes, dtype)
+            packed = None
             if slot.pieces:
-                target = self.link.buffer(slot.transfer_bytes)
-            elif slot.transfer_bytes == slot.buffer_bytes:
-                target = buffer
+                packed = link.buffer(slot.transfer_bytes)
+                target = link.part(packed.untyped_storage(), 0, slot.transfer_bytes)
             else:
-                target = buffer[slot.start - slot.first_byte : slot.stop - slot.first_byte]
-            copy = self.link.fetch(host, target, lease.sent[number])
-            lease.arena.last_reload = copy
-            self._arriving[buffer.data_ptr()] = _Arriving(slot, host, target, buffer, copy)
+                first = slot.start - slot.first_byte
+                target = link.part(buffer.untyped_storage(), first, slot.size_bytes)
+            copy = link.fetch(host, target, arena.sent[number])
+            arena.last_reload = copy
+            address = buffer.data_ptr()
+            self._arriving[address] = _Arriving(slot, host, target, packed, buffer, copy)
+        except BaseException as error:
+            failed(link, error, f"the reload of {slot.name}")
+            raise
         self._totals.reload_count += 1
         self._totals.reloaded_bytes += slot.transfer_bytes
-        return buffer.view(dtype)
+        return buffer
 
     def wait(self, buffer: torch.Tensor) -> None:
         """Have the compute stream wait until ``buffer`` is filled."""
-        slot, host, target, _, copy = self._arriving[buffer.data_ptr()]
-        with Guarded(self.link, f"the wait for {slot.name}"):
+        slot, host, target, packed, _, copy = self._arriving[buffer.data_ptr()]
+        try:
             del self._arriving[buffer.data_ptr()]
             self.link.arrive(host, target, copy)
-            if slot.pieces:
-                scatter(target, buffer.untyped_storage(), slot.first_byte, slot.pieces)
+            if packed is not None:
+                scatter(packed, buffer.untyped_storage(), slot.first_byte, slot.pieces)
+        except BaseException as error:
+            failed(self.link, error, f"the wait for {slot.name}")
+            raise
 
     def _check_open(self) -> None:
         if self.is_closed:

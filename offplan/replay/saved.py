@@ -123,9 +123,9 @@ class Record:
 
 
 class _Arriving(NamedTuple):
-    """A reload that nothing has waited for: ``copy`` fills ``buffer``."""
+    """A reload that nothing has waited for: ``copy`` fills ``target``."""
 
-    buffer: torch.Tensor
+    target: Any
     copy: Any
 
 
@@ -389,6 +389,7 @@ class Mover:
 
     def begin_run(self) -> None:
         """The next candidate is the first of another forward."""
+        self.link.begin_run()
         self.end_forward()
         self._drop_ahead()
         if self._run is not None and self._run.read:
@@ -432,7 +433,7 @@ class Mover:
             if block is None:
                 self.totals.over_budget = self.totals.over_budget.plus(record.size_bytes)
                 return
-            source = window(record.held, 0, (record.size_bytes,), (1,))
+            source = self.link.part(record.held, 0, record.size_bytes)
             host = block.host_tensor(record.size_bytes)
             sent = self.link.send(source, host, block.after)
             self._sending[id(record)] = _Sending(source, sent, record.size_bytes)
@@ -496,9 +497,9 @@ class Mover:
         self._no_longer_ahead(record)
         if record.arriving is not None:
             self._check_open()
-            buffer, copy = record.arriving
+            target, copy = record.arriving
             with Guarded(self.link, f"the wait for {record.size_bytes} saved bytes"):
-                self.link.arrive(record.host, buffer[: record.size_bytes], copy)
+                self.link.arrive(record.host, target, copy)
             record.arriving = None
         assert record.held is not None
         tensor = view.on(record.held)
@@ -521,12 +522,13 @@ class Mover:
 
     def _reload(self, record: Record) -> None:
         with Guarded(self.link, f"the reload of {record.size_bytes} saved bytes"):
-            buffer = self.link.buffer(record.size_bytes)
-            copy = self.link.fetch(record.host, buffer, record.sent)
+            storage = self.link.buffer(record.size_bytes).untyped_storage()
+            target = self.link.part(storage, 0, record.size_bytes)
+            copy = self.link.fetch(record.host, target, record.sent)
             record.block.read_by(self._reload_count, copy)
             self._reload_count += 1
-            record.arriving = _Arriving(buffer, copy)
-        record.held = buffer.untyped_storage()
+            record.arriving = _Arriving(target, copy)
+        record.held = storage
         record.live = weakref.ref(record.held)
         self.totals.reloaded = self.totals.reloaded.plus(record.size_bytes)
 

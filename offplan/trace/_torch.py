@@ -101,6 +101,7 @@ __all__ = [
     "mutated_input_count",
     "partition_saving",
     "proxy_tensor_module",
+    "raw_stream",
     "reset_dynamo",
     "saved_storages",
     "scoped_library",
@@ -159,6 +160,12 @@ def stream_key(index: int) -> tuple[int, int, int]:
     """What the current stream of GPU ``index`` is known by: all that ``torch.cuda.current_stream``
     asks, in a tenth of its time."""
     found: tuple[int, int, int] = torch_c._cuda_getCurrentStream(index)
+    return found
+
+
+def raw_stream(index: int) -> int:
+    """CUDA's handle of the current stream of GPU ``index``, of a process that has used one."""
+    found: int = torch_c._cuda_getCurrentRawStream(index)
     return found
 
 
