@@ -10,7 +10,9 @@
 4.  It *can move* if a plan for the traced pair could move it.
 5.  The *cost* of its recipe is the time that the device takes for those of its ops that the forward
     has to run whatever is saved: others run once, in one graph or the other.  Of a fused kernel
-    that makes more than is needed it is in proportion to bytes read and made.
+    that makes more than is needed it is in proportion to bytes read and made; what kernels of the
+    backward read anyway is not read once more, as the compiler has one of them make it too.
+    *Alone* it costs what a kernel of its own takes.
 
 Indexes are positions on the timeline; the positions in ``recipe`` are those in the region's
 forward.
@@ -51,6 +53,7 @@ class Activation:
     recipe: tuple[int, ...]
     inputs: tuple[int, ...]
     cost_ms: float
+    alone_ms: float
     last_use: int
     last_view: int
     needed_by: int | None
@@ -180,6 +183,8 @@ class _Reader:
         same = self._same()
         ops = self.region.backward.ops
         turns = _turns(self.region.backward)
+        kernels = _kernels_of(self.region.backward)
+        self.read_anyway: set[StorageId | None] = set()
         for place, op in enumerate(ops):
             if place in self.again:
                 for storage in self._made(self.again[place]) & self.exists:
@@ -187,6 +192,8 @@ class _Reader:
                 continue
             for value in op.inputs:
                 self._need(uses, same.get(value), self.span.backward + turns[place])
+            if any(not kernel.call for kernel in kernels.get(place, ())):
+                self.read_anyway |= {self._storage(same[v]) for v in op.inputs if v in same}
         for output in self.region.backward.outputs:
             if output.value is not None:
                 self._need(uses, same.get(output.value), self.span.backward_end)
@@ -288,7 +295,8 @@ class _Reader:
             lost_through=move.last if move else -1,
             recipe=recipe,
             inputs=tuple(place_of[other] for other in inputs),
-            cost_ms=self._cost_ms(storage, recipe),
+            cost_ms=self._cost_ms(storage, recipe, self.read_anyway),
+            alone_ms=self._cost_ms(storage, recipe, set()),
             last_use=self.uses.last.get(storage, self.span.forward + self.on[storage][0]),
             last_view=self.uses.viewed.get(storage, self.span.forward + self.on[storage][-1]),
             needed_by=self.uses.needed.get(storage),
@@ -298,7 +306,9 @@ class _Reader:
             refused=refused,
         )
 
-    def _cost_ms(self, storage: StorageId, recipe: Sequence[int]) -> float:
+    def _cost_ms(
+        self, storage: StorageId, recipe: Sequence[int], read_anyway: set[StorageId | None]
+    ) -> float:
         """Definition 5."""
         anyway = [place for place in recipe if place in self.runs_anyway]
         if self.region.forward.lowering is None:
@@ -315,6 +325,7 @@ class _Reader:
             return kernel_ms
         ops = self.region.forward.ops
         read = {self._storage(value) for place in recipe for value in ops[place].inputs}
+        read -= read_anyway
         return kernel_ms * self._bytes({storage, *read} & used) / total
 
     def _bytes(self, storages: Collection[StorageId | None]) -> int:

@@ -7,7 +7,8 @@
 2.  If the new timeline is higher than the program had it, the limit is lowered by the excess, and
     the program solved again, down to the lowest limit that it can meet.  The first program counts
     with a link that is a little slower than it is (definition 7); if its plan is not close to the
-    bound, ones that count with the whole link, with half of it, or with none are tried too.
+    bound, ones that count with the whole link or with half of it are tried too.  One without a
+    link is tried wherever it may be as fast: its plan waits for no copy, and for no host.
 3.  Where it takes long to ask what a compiler makes of a choice, choices are tried with a guess
     (``offplan.relower``).  It can be off in times (of a Llama-3.2-1B, 156 ms for 139) and in peaks
     (of eight Qwen3-14B layers by 68 MB for one choice, and by 0.44 GB for another), so it only
@@ -22,8 +23,9 @@
     again, the traced graphs stay.
 7.  A plan that fills the link to its last byte waits as soon as anything else is on it, other GPUs
     or a data loader.  So of plans that are as fast as each other, within what predictions are
-    worth, the one is taken that is fastest with the slower link.  Predicted times are with the
-    whole link, and so is the bound.
+    worth, the one is taken that is fastest with the slower link; and of those that are the same
+    then, the one with the fewest copies, as what waits for nothing cannot be late.  Predicted times
+    are with the whole link, and so is the bound.
 """
 
 from __future__ import annotations
@@ -73,12 +75,18 @@ _MORE_BYTES = 1000
 _SPEEDS = (0.85, 1.0, 0.5, 0.0)
 _CLOSE = 0.01
 _ALIKE = 0.005
+# How close to that fastest with the slower link one has to be to be chosen for what it moves.
+_SAME = 0.001
+# By how much the program may be off for a plan that moves nothing, which is tried all the same.
+_UNSURE = 0.02
 # How close to the bound is good enough not to look at plans of the floor, nor on where choices
 # exceeded the budget when they were confirmed; and how many are asked for at most.
 _NEAR = 0.05
 _MOST_ASKED = 6
 # By what part of a budget it is lowered at least, at first, where what was confirmed exceeds it.
 _LOWER = 0.004
+# By what parts it is raised then, where what was found is still far from the bound.
+_HIGHER = (0.0, 0.005, 0.02)
 
 Moves = Callable[[GraphFacts], Sequence[Move]]
 """What may leave the device of a step."""
@@ -138,8 +146,10 @@ class Joint:
         self.relower, self.confirm = relower, confirm
         self.may_move = "offload" in aim.actions
         self.base = self._outlooks_of(facts, may_move=self.may_move)
-        self._programs: dict[float, Program] = {}
-        self._solutions: dict[tuple[int, float], Solution | None] = {}
+        # Whether programs count what computing again costs alone.
+        self._is_alone = False
+        self._programs: dict[tuple[float, bool], Program] = {}
+        self._solutions: dict[tuple[int, float, bool], Solution | None] = {}
         self._known: dict[tuple[tuple[Choice, ...], bool], tuple[GraphFacts, Outlooks]] = {}
         self._traces: dict[tuple[Choice, ...], tuple[GraphFacts, Outlooks]] = {}
 
@@ -164,9 +174,10 @@ class Joint:
 
     def _program(self, speed: float) -> Program:
         """The program with a link of this part of the speed; without any, nothing moves."""
-        if speed not in self._programs:
-            self._programs[speed] = self._made(speed)
-        return self._programs[speed]
+        key = speed, self._is_alone
+        if key not in self._programs:
+            self._programs[key] = self._made(speed)
+        return self._programs[key]
 
     def _made(self, speed: float, *, is_certain: bool = False) -> Program:
         # A solver takes a third of a second to import, and commands that read plans need none.
@@ -180,9 +191,12 @@ class Joint:
             twins=twins(self.facts),
             rates=planner.costs.rates.times(speed),
         )
+        found = self.found
+        if self._is_alone and not is_certain:
+            found = tuple(replace(item, cost_ms=item.alone_ms) for item in found)
         return Program(
             step,
-            self.found,
+            found,
             may_move=self.may_move and speed > 0,
             may_recompute="recompute" in self.aim.actions,
             is_certain=is_certain,
@@ -207,6 +221,14 @@ class Joint:
                 break
             # Only another choice helps, and a little lower the program makes the same one.
             inner -= max(min(excess), int(_LOWER * limit)) << attempt
+        for more in _HIGHER:
+            if best is None or best.step_ms <= near_ms:
+                break
+            # Lower there is no other choice.  With other costs there is, and copies may make up for
+            # one that is a little higher.
+            self._is_alone = True
+            best = _fastest([best, *self._applied(int((1 + more) * limit), limit, budget)])
+            self._is_alone = False
         if best is None:
             raise self.base.refusal(limit, budget, self.floor.outlook.predicted.plan)
         return self._beside_traced(best, limit)
@@ -229,10 +251,11 @@ class Joint:
     def _applied(self, inner: int, limit: int, budget: Budget) -> Iterator[Tried | int]:
         """What programs say for ``inner``, tried until one is close to the bound (definition 2);
         or by how much it exceeds ``limit``."""
-        speeds = _SPEEDS if self.may_move else (0.0,)
         fastest_ms = inf
-        for speed in speeds:
-            if self._least_ms(inner, speed) >= fastest_ms:
+        for speed in _SPEEDS if self.may_move else (0.0,):
+            is_close = fastest_ms <= (1 + _CLOSE) * self._bound_ms(inner)
+            most_ms = fastest_ms if speed else (1 + _UNSURE) * fastest_ms
+            if (is_close and speed) or self._least_ms(inner, speed) >= most_ms:
                 continue
             found = self._within(inner, budget, speed)
             if found is None:
@@ -241,8 +264,6 @@ class Joint:
             yield confirmed
             if isinstance(confirmed, Tried):
                 fastest_ms = min(fastest_ms, confirmed.step_ms)
-            if fastest_ms <= (1 + _CLOSE) * self._bound_ms(inner):
-                return
         if fastest_ms > (1 + _NEAR) * self._bound_ms(inner):
             for lowest, outlooks in self._floors:
                 yield self._planned(lowest, lowest.facts, outlooks, limit, budget)
@@ -263,12 +284,13 @@ class Joint:
         return 0.0 if solution is None else solution.least_ms
 
     def _solved(self, inner: int, speed: float) -> Solution | None:
-        if (inner, speed) not in self._solutions:
+        key = inner, speed, self._is_alone
+        if key not in self._solutions:
             gap_ms = _GAP * self.base.planner.starts[-1]
-            self._solutions[inner, speed] = self._program(speed).solve(
+            self._solutions[key] = self._program(speed).solve(
                 inner + _MORE_BYTES, gap_ms=gap_ms, seconds=_SECONDS
             )
-        return self._solutions[inner, speed]
+        return self._solutions[key]
 
     def _beside_traced(self, found: Tried, limit: int) -> Tried:
         """``found``, with the traced step as what is without a plan, and the bound of all plans."""
@@ -511,11 +533,13 @@ class Joint:
 
 def _fastest(found: Sequence[Tried | int | None]) -> Tried | None:
     """The fastest plan; of those as fast as that, the fastest with a slower link, and of those as
-    fast with it to a microsecond, the one that moves least (definition 7)."""
+    fast with it to a thousandth, the one with the fewest copies (definition 7)."""
     plans = [each for each in found if isinstance(each, Tried)]
     least_ms = min((each.step_ms for each in plans), default=0.0)
     alike = [each for each in plans if each.step_ms <= (1 + _ALIKE) * least_ms]
-    return min(alike, key=lambda each: (round(each.slowed_ms, 3), each.moved_bytes), default=None)
+    slowed_ms = min((each.slowed_ms for each in alike), default=0.0)
+    same = [each for each in alike if each.slowed_ms <= (1 + _SAME) * slowed_ms]
+    return min(same, key=lambda each: (len(each.outlook.transfers), each.slowed_ms), default=None)
 
 
 def _point(found: Tried | None, name: str, limit: int) -> CurvePoint | None:

@@ -37,6 +37,7 @@ def activation(place: int, **changes: object) -> Activation:
         "recipe": (place,),
         "inputs": (),
         "cost_ms": 1.0,
+        "alone_ms": 1.0,
         "last_use": place,
         "last_view": place,
         "needed_by": 19 - place,
