@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import gzip
+import hashlib
 import json
 import os
 import statistics
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from turns import Turns
 
@@ -253,6 +255,12 @@ def _step(gauge: Any, replay: Replay) -> Any:
         gauge.forward_ended()
         loss.backward()
         return gauge.ended()
+
+
+def done_by(plan: Plan) -> str:
+    """What a plan does, in short: equal for plans that run the same."""
+    does = msgspec.json.encode((plan.digest, plan.choices, plan.transfers))
+    return hashlib.sha256(does).hexdigest()[:16]
 
 
 def predicted_of(plan: Plan) -> dict[str, Any]:

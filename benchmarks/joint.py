@@ -307,13 +307,17 @@ def _levels(parts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         budget = arm["predicted"]["budget_bytes"]
         within = [each for each in others if each[1]["peak_allocated_bytes"] <= budget]
         best = min(within, key=lambda each: each[0], default=None)
+        # A plan that only moves can be the one that there is without recomputation: it is timed
+        # twice, and no slower than itself.
+        is_same = best is not None and "does" in arm and best[1].get("does") == arm["does"]
         yield {
             "name": arm["name"],
             "budget_bytes": budget,
             "peak_bytes": arm["peak_allocated_bytes"],
             "over_no_plan": over,
             "best_other": None if best is None else f"{best[2]} {best[1]['name']}",
-            "over_best": None if best is None else over / best[0],
+            "over_best": None if best is None else 1.0 if is_same else over / best[0],
+            "is_best_other": is_same,
         }
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import off, predicted_of
+from arms import done_by, off, predicted_of
 from machine import describe_machine
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
@@ -159,6 +159,7 @@ class Ready:
         if arm.plan is None:
             return found
         found["predicted"] = predicted_of(arm.plan)
+        found["does"] = done_by(arm.plan)
         again_bytes = sum(each.size_bytes for each in arm.plan.recomputed)
         found |= {"off": off(found), "recomputed_bytes": again_bytes}
         if abs(found["off"].get("peak_allocated_bytes", 0.0)) > LOOK_AT:

@@ -28,7 +28,7 @@ from typing import Literal
 
 import msgspec
 
-from offplan.costs import DeviceProfile, link_rates, op_times_ms, profile_for
+from offplan.costs import DeviceProfile, link_rates, op_times, profile_for
 from offplan.errors import BudgetError, UsageError
 from offplan.fusion import BAND, as_run, fused, is_fused, landings
 from offplan.graph import GraphFacts
@@ -236,7 +236,7 @@ class Outlooks:
         self.planned_facts = fused(facts, with_transfers=True)
         self.profile = aim.profile or self._shipped_profile()
         profile = self.profile or profile_for(NOMINAL)
-        times = op_times_ms(self.planned_facts, profile, aim.op_ms)
+        times = op_times(self.planned_facts, profile, aim.op_ms)
         self.memory = Memory(self.planned_facts, aim.conditions)
         without = self.memory.timeline()
         self.resting_bytes = without.resting_bytes
@@ -246,7 +246,7 @@ class Outlooks:
             self.planned_facts,
             movable,
             without,
-            Costs(times, link_rates(profile)),
+            Costs(times.op_ms, link_rates(self.planned_facts, profile), times.ahead_ms),
             aim.host_bytes,
             landings(facts),
         )

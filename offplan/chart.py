@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
-from offplan.costs import DeviceProfile, link_rates, op_times_ms
+from offplan.costs import DeviceProfile, link_rates, op_times
 from offplan.fusion import as_run
 from offplan.graph import GraphFacts, Op, StorageId, timeline
 from offplan.memory import PARTS, Conditions, Memory, Part, Prediction, Spans
@@ -99,15 +99,17 @@ def chart(
     """The chart of ``facts`` under ``transfers``; ``op_ms`` has measured times by ``op_key``."""
     ran = as_run(facts, transfers)
     memory = Memory(ran.facts, conditions)
-    times = op_times_ms(ran.facts, profile, op_ms)
+    times = op_times(ran.facts, profile, op_ms)
     forward_count = sum(len(region.forward.ops) for region in ran.facts.regions)
     return Chart(
         facts=ran.facts,
         transfers=ran.transfers,
         memory=memory,
         spans=memory.spans(ran.transfers),
-        op_ms=times,
+        op_ms=times.op_ms,
         forward_count=forward_count,
         # Copies are placed by the positions that the plan has, as the planner counts them.
-        played=play(times, forward_count, transfers, link_rates(profile)),
+        played=play(
+            times.op_ms, forward_count, transfers, link_rates(ran.facts, profile), times.ahead_ms
+        ),
     )

@@ -9,7 +9,8 @@
 3.  A *view*, an op that only allocates, and one that works on the host take no device time.
 4.  The host issues ops one after the other, ahead of the device where it can.  An op's *time* is
     from the end of the one before it to its own end, waiting for the host included, so that the
-    times of all ops add up to the step.
+    times of all ops add up to the step.  The host is *ahead* of an op by how long it has been
+    issued when the op before it ends.
 
 Assumed: torch's default precision (float32 products as such, float32 convolutions in TF32), and a
 step that begins with an idle device.  Not handled: ops whose time depends on values, and kernels of
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
+from math import inf
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -81,7 +83,8 @@ class DeviceProfile(_Record, frozen=True, kw_only=True):
     ``d2h_both_bytes_per_s`` and ``h2d_both_bytes_per_s`` hold while copies go both ways at once.
     ``matmul_flops_per_s`` has rates by dtype, and ``tf32``.  ``op_overhead_s`` is the least that a
     kernel takes, ``host_op_s`` what the host takes to issue one op of a graph that runs op by op,
-    and ``host_start_s`` what it takes before the first op of a forward.
+    ``host_copy_s`` what it takes to issue one copy and to have it waited for, and ``host_start_s``
+    what it takes before the first op of a forward.
     ``overlap`` is the part of the shorter of a copy and a computation that is hidden when they run
     together.  None where it is not known.
     """
@@ -103,6 +106,7 @@ class DeviceProfile(_Record, frozen=True, kw_only=True):
     op_overhead_s: Seconds
     host_op_s: Seconds
     host_start_s: Seconds
+    host_copy_s: Seconds = 0.0
     pin_s_per_byte: Seconds
     largest_pin_bytes: Rate | None = None
     overlap: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
@@ -227,6 +231,11 @@ _HALVINGS = 12
 _MULTIPROCESSORS = 108
 # What the host takes for a view, as part of what it takes for an op that launches a kernel.
 VIEW_HOST_PART = 0.8
+# What the events that order a copy take of the device: what steps of two models on an H200 took
+# longer for 16 to 60 transfers, but for their part of memory.
+_ORDER_S = 4e-6
+# By how much memory is slowed down to see how much of a step waits for it.
+_SLOWER = 0.1
 # What it takes to enter a backward, as part of what it takes to enter a forward.
 _BACKWARD_START_PART = 0.5
 
@@ -244,6 +253,14 @@ def _signature(value: Value) -> str:
     return f"{value.dtype}[{sizes}]/{','.join(map(str, value.stride))}"
 
 
+class OpTimes(NamedTuple):
+    """Of each op of a timeline its time, and how far the host is ahead of it, in milliseconds; of
+    one that takes the device no time, infinitely far."""
+
+    op_ms: tuple[float, ...]
+    ahead_ms: tuple[float, ...]
+
+
 def op_times_ms(
     facts: GraphFacts, profile: DeviceProfile, measured: Mapping[str, float] | None = None
 ) -> tuple[float, ...]:
@@ -251,7 +268,14 @@ def op_times_ms(
 
     ``measured`` has device times in milliseconds by ``op_key``.
     """
-    times = []
+    return op_times(facts, profile, measured).op_ms
+
+
+def op_times(
+    facts: GraphFacts, profile: DeviceProfile, measured: Mapping[str, float] | None = None
+) -> OpTimes:
+    """The same, with how far the host is ahead."""
+    times, ahead = [], []
     issued_ms = ended_ms = 0.0
     host_ms = profile.host_op_s * 1000
     starts = _host_starts_ms(facts, profile)
@@ -265,7 +289,8 @@ def op_times_ms(
         if device_ms:
             ended_ms = max(ended_ms, issued_ms) + device_ms
         times.append(ended_ms - before_ms)
-    return tuple(times)
+        ahead.append(max(0.0, before_ms - issued_ms) if device_ms else inf)
+    return OpTimes(tuple(times), tuple(ahead))
 
 
 def _host_starts_ms(facts: GraphFacts, profile: DeviceProfile) -> dict[int, float]:
@@ -348,14 +373,29 @@ def reached_rates(profile: DeviceProfile) -> Rates:
     )
 
 
-def link_rates(profile: DeviceProfile) -> schedule.Rates:
-    """The link of ``profile``, and the memory that copies share with ops."""
+def link_rates(facts: GraphFacts, profile: DeviceProfile) -> schedule.Rates:
+    """The link of ``profile``, and the memory that copies share with the ops of ``facts``: what
+    computes while they run loses nothing to them, what waits for memory does."""
+    part = _memory_part(facts, profile)
+    memory = reached_rates(profile).memory_bytes_per_s
     return schedule.Rates(
         profile.d2h_bytes_per_s,
         profile.h2d_bytes_per_s,
         profile.copy_latency_s,
-        reached_rates(profile).memory_bytes_per_s,
+        memory / part if part else inf,
+        _ORDER_S,
+        profile.host_copy_s,
     )
+
+
+def _memory_part(facts: GraphFacts, profile: DeviceProfile) -> float:
+    """The part of a step in which it waits for memory: by how much it is longer with a slower one,
+    of how much it would be if it did nothing else."""
+    slower = msgspec.structs.replace(
+        profile, memory_bytes_per_s=int(profile.memory_bytes_per_s / (1 + _SLOWER))
+    )
+    step_ms, slower_ms = (sum(op_times_ms(facts, each)) for each in (profile, slower))
+    return max(0.0, slower_ms / step_ms - 1) / _SLOWER if step_ms else 1.0
 
 
 def _multiprocessors(gpu: str) -> int:

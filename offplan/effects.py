@@ -35,7 +35,7 @@ from offplan.costs import (
     DeviceProfile,
     device_times_ms,
     link_rates,
-    op_times_ms,
+    op_times,
     profile_for,
     with_arithmetic,
 )
@@ -95,6 +95,7 @@ class _Machine(NamedTuple):
     name: str
     op_ms: Sequence[float]
     rates: Rates
+    ahead_ms: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,8 @@ class Effects:
         return tuple(_machines(self._planned, self.profile or profile_for(NOMINAL)))
 
     def _play(self, transfers: Sequence[Transfer], machine: _Machine) -> Played:
-        return play(machine.op_ms, self._forward_count, transfers, machine.rates)
+        _, op_ms, rates, ahead_ms = machine
+        return play(op_ms, self._forward_count, transfers, rates, ahead_ms)
 
     @property
     def _forward_count(self) -> int:
@@ -435,11 +437,12 @@ class Effects:
 
 def _machines(facts: GraphFacts, profile: DeviceProfile) -> Iterator[_Machine]:
     """The machine of ``profile``, and others (definition 5)."""
-    rates, op_ms = link_rates(profile), op_times_ms(facts, profile)
+    rates, (op_ms, ahead_ms) = link_rates(facts, profile), op_times(facts, profile)
+    yield _Machine(HERE, op_ms, rates, ahead_ms)
+    yield _Machine("a link twice as fast", op_ms, rates.times(_TIMES), ahead_ms)
     slower = with_arithmetic(profile, 1 / _TIMES)
-    yield _Machine(HERE, op_ms, rates)
-    yield _Machine("a link twice as fast", op_ms, rates.times(_TIMES))
-    yield _Machine("a GPU half as fast", op_times_ms(facts, slower), link_rates(slower))
+    op_ms, ahead_ms = op_times(facts, slower)
+    yield _Machine("a GPU half as fast", op_ms, link_rates(facts, slower), ahead_ms)
 
 
 def _named(prediction: Prediction) -> str:

@@ -15,7 +15,8 @@ Windows
 
 Choice, for a limit on the peak
 4.  A *deficit* is what an op exceeds the limit by without a plan.  Storages are taken in an order
-    (longest away first, in time; and others) while any op has a deficit that they can lower; then
+    (longest away first, in time; and others; always last those whose copies the host issues when it
+    is not far enough ahead) while any op has a deficit that they can lower; then
     those that the others make unnecessary are given up, in the opposite order.  So bytes that do
     not lower the peak under the limit stay, unless moving them makes the step faster.
     Of all that is tried the least predicted step time wins.  As long as that is not close to the
@@ -77,10 +78,12 @@ _MOST_TRIED = 100
 
 
 class Costs(NamedTuple):
-    """Milliseconds of each op, and the rates of the link."""
+    """Milliseconds of each op, the rates of the link, and how far the host is ahead of each op, in
+    milliseconds (empty: far enough)."""
 
     op_ms: Sequence[float]
     rates: Rates
+    ahead_ms: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -173,12 +176,13 @@ class Planner:
         """The fastest of several choices placed under ``limit``; of equally fast ones the least."""
         movable = {candidate.move.storage for candidate in self.movable_within(limit)}
         orders = [
-            [candidate for candidate in order if candidate.move.storage in movable]
+            sorted((c for c in order if c.move.storage in movable), key=self._comes_early)
             for order in (
                 self.by_time_away(),
                 self._by_offload(),
                 self._by_worth(),
                 self._by_size(),
+                self._by_size()[::-1],
             )
         ]
         tried = Tried(self, limit, (1 + _CLOSE) * least_ms)
@@ -196,6 +200,11 @@ class Planner:
             search(self, limit, tried, orders[0], count)
         slim(self, limit, tried, count)
         return tried.best().transfers
+
+    def _comes_early(self, candidate: Candidate) -> bool:
+        """Whether the op after its offload would wait for the host that issues the copy."""
+        following = self.costs.ahead_ms[candidate.offload_after + 1 :]
+        return next((ms for ms in following if ms < inf), inf) < self.costs.rates.host_ms
 
     def chosen(self, order: Sequence[Candidate], limit: int) -> list[Candidate]:
         """Storages whose absence brings every op within ``limit`` (definition 4)."""
@@ -345,7 +354,9 @@ class Planner:
     def time(self, transfers: Sequence[Transfer], speed: float = 1.0) -> StepTime:
         """The step's time under ``transfers``, with ``speed`` times the link's speed."""
         rates = self.costs.rates.times(speed)
-        return step_time(self.costs.op_ms, self.forward_count, transfers, rates)
+        return step_time(
+            self.costs.op_ms, self.forward_count, transfers, rates, self.costs.ahead_ms
+        )
 
     def _least_ms(self, limit: int, *, everything_moves: bool = False) -> float:
         absences = [

@@ -12,7 +12,7 @@
     carries since, delays included; likewise for any later op, and what must come back.
 4.  Time is that of the traced step, the costs of what is computed again (less those that the traced
     backward has and the choice has not), and what the forward and the backward are *delayed* by
-    copies: what they wait for these, or what these take of the device's memory, if that is more.
+    copies: what they wait for these, or what these take of the device's time, if that is more.
 5.  What the program leaves out makes memory or time less than they are: where recomputed values
     lie in the meantime, copies that a window keeps waiting, all ops that are not sampled.  One
     thing makes them more: that activations are there as in the traced backward once their windows
@@ -369,15 +369,15 @@ class Program:
             self._row(row, -carried)
 
     def _share(self) -> None:
-        """Definition 4: delays are no shorter than what copies take of memory.  They may be waits
-        at the same time, in which the link carries on."""
+        """Definition 4: delays are no shorter than what copies take of the device's time.  They may
+        be waits at the same time, in which the link carries on."""
         taken: dict[int, float] = defaultdict(float)
         for place, item in enumerate(self.found):
             column = self.ways[place].get("move")
             # Of what the traced pair does not save, a choice may save a part.
             if column is None or not item.can_move:
                 continue
-            taken[column] -= self.step.rates.memory_ms(item.transfer_bytes)
+            taken[column] -= self.step.rates.taken_ms(item.transfer_bytes)
         for delay in (self.forward_delay, self.backward_delay):
             self._row({delay: 1.0, **taken}, 0.0)
 

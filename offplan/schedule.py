@@ -8,22 +8,25 @@ of its own, first in, first out, at a constant rate, with a latency for each cop
 2.  A copy to the device starts when the op before ``reload_at`` has ended, the queue is free, and
     the storage's own copy to the host has landed.  Op ``needed_by`` starts when it has landed.
 3.  *Stalled* is the time that ops wait for copies.
-4.  A copy reads or writes the device's memory, whose rate ops and copies share: what comes after
-    the place where a copy is issued starts later by the time that memory takes for its bytes,
-    unless it waits for longer.
+4.  A copy reads or writes the device's memory, whose rate it shares with ops that need all of it,
+    and is ordered with ops by events, which take a moment: what comes after the place where a copy
+    is issued starts later by as much, unless it waits for longer.
+5.  The host issues ops, and between them copies; it is *ahead* of the device by as much as is known
+    of each op.  An op starts no earlier than it is issued: later than without a plan by what the
+    host took for the copies before it.
 
 The lower bound holds for every plan under the limit, wherever it places its copies:
 
-5.  If op k may hold ``limit`` bytes and holds ``during[k]`` without a plan, storages of the
+6.  If op k may hold ``limit`` bytes and holds ``during[k]`` without a plan, storages of the
     difference must be away.  Those last used by op j or later can only be copied after op j: what
     the others cannot cover must cross the link between the end of j and the start of k.
-6.  Storages away during op k that are needed by op m must come back between the end of k and the
+7.  Storages away during op k that are needed by op m must come back between the end of k and the
     start of m; so must what those needed later cannot cover.  What of them never comes back, as no
     saved view touches it, covers some of the difference as long as the storage would be held.
-7.  The least bytes that cross the link for a number of bytes in memory are those of the storages
+8.  The least bytes that cross the link for a number of bytes in memory are those of the storages
     that carry the fewest for their size, fractions allowed.
-8.  Nothing is copied back before the forward has ended, nor out after that.
-9.  The bound is the longest path through ops, by their times and these gaps, over a sample of the
+9.  Nothing is copied back before the forward has ended, nor out after that.
+10. The bound is the longest path through ops, by their times and these gaps, over a sample of the
     pairs of ops: leaving pairs out only lowers it; or all ops and what the least bytes that must
     cross take of memory, if that is longer.
 """
@@ -45,12 +48,18 @@ _SAMPLES = 40
 
 
 class Rates(NamedTuple):
-    """The link, each way, and the device's memory that it reads and writes."""
+    """The link, each way, and the device's memory, at the rate that copies take of the time of ops.
+
+    Of each copy, ``order_s`` is what events take of the device, and ``host_s`` what the host takes
+    to issue it and to have it waited for.
+    """
 
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
     latency_s: float = 0.0
     memory_bytes_per_s: float = inf
+    order_s: float = 0.0
+    host_s: float = 0.0
 
     def times(self, speed: float) -> Rates:
         """A link of ``speed`` times the speed, with the same latency."""
@@ -60,8 +69,16 @@ class Rates(NamedTuple):
         )
 
     def memory_ms(self, size_bytes: float) -> float:
-        """What a copy of ``size_bytes``, one way, takes of the time of ops (definition 4)."""
+        """What ``size_bytes`` that are copied, one way, take of the time of ops for memory."""
         return 1000 * size_bytes / self.memory_bytes_per_s
+
+    def taken_ms(self, size_bytes: float) -> float:
+        """What a copy of ``size_bytes``, one way, takes of the time of ops (definition 4)."""
+        return self.memory_ms(size_bytes) + 1000 * self.order_s
+
+    @property
+    def host_ms(self) -> float:
+        return 1000 * self.host_s
 
     def d2h_ms(self, size_bytes: float) -> float:
         return 1000 * (self.latency_s + size_bytes / self.d2h_bytes_per_s)
@@ -111,15 +128,27 @@ class Played(NamedTuple):
 
 
 def step_time(
-    op_ms: Sequence[float], forward_count: int, transfers: Iterable[Transfer], rates: Rates
+    op_ms: Sequence[float],
+    forward_count: int,
+    transfers: Iterable[Transfer],
+    rates: Rates,
+    ahead_ms: Sequence[float] = (),
 ) -> StepTime:
-    """The time of a step under ``transfers`` (definitions 1 to 4), of which ``forward_count`` ops
-    come before the first op of a backward."""
-    return play(op_ms, forward_count, transfers, rates).time
+    """The time of a step under ``transfers`` (definitions 1 to 5), of which ``forward_count`` ops
+    come before the first op of a backward.
+
+    ``ahead_ms`` has how long each op was issued before it starts without a plan; if it is empty,
+    the host is always early enough.
+    """
+    return play(op_ms, forward_count, transfers, rates, ahead_ms).time
 
 
 def play(
-    op_ms: Sequence[float], forward_count: int, transfers: Iterable[Transfer], rates: Rates
+    op_ms: Sequence[float],
+    forward_count: int,
+    transfers: Iterable[Transfer],
+    rates: Rates,
+    ahead_ms: Sequence[float] = (),
 ) -> Played:
     """The same, with what happens when."""
     offloads, releases = defaultdict(list), defaultdict(list)
@@ -131,6 +160,8 @@ def play(
             reloads[transfer.reload_at].append((transfer.needed_by, place, transfer.transfer_bytes))
             needs[transfer.needed_by].append(place)
     now = stalled = to_host = to_device = forward = 0.0
+    # When an op starts without a plan, and what copies have taken of the host's time.
+    plain = host = 0.0
     landed: dict[int, float] = {}
     back: dict[int, float] = {}
     starts: list[float] = []
@@ -142,7 +173,8 @@ def play(
             issued = now
             for _, place, size_bytes in sorted(reloads[op]):
                 begin = max(issued, to_device, landed[place])
-                now += rates.memory_ms(size_bytes)
+                now += rates.taken_ms(size_bytes)
+                host += rates.host_ms
                 to_device = back[place] = begin + rates.h2d_ms(size_bytes)
                 copies.append(Copied(place, "device", begin, to_device))
         if op in needs:
@@ -152,15 +184,20 @@ def play(
             now = ready
         if op == forward_count:
             forward = now
-        starts.append(now)
         if op == len(op_ms):
+            starts.append(now)
             break
+        if ahead_ms:
+            now = max(now, plain + host - ahead_ms[op])
+        starts.append(now)
         now += op_ms[op]
+        plain += op_ms[op]
         if op in offloads:
             issued = now
             for place, size_bytes in offloads[op]:
                 begin = max(issued, to_host)
-                now += rates.memory_ms(size_bytes)
+                now += rates.taken_ms(size_bytes)
+                host += rates.host_ms
                 to_host = landed[place] = begin + rates.d2h_ms(size_bytes)
                 copies.append(Copied(place, "host", begin, to_host))
         if op in releases:
@@ -245,7 +282,7 @@ class _Gap(NamedTuple):
 
 
 class _Carried:
-    """The least bytes that cross the link for bytes in memory (definition 7)."""
+    """The least bytes that cross the link for bytes in memory (definition 8)."""
 
     def __init__(self, pairs: Iterable[tuple[int, int]]) -> None:
         """``pairs``: for each storage its bytes in memory, and those that cross the link."""

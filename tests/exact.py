@@ -171,7 +171,7 @@ def _run(program: _Program, planner: Planner, storages: Sequence[_Storage], unti
         program.at_least(0, (1, starts[op]), (-1, free[op]), *reading)
         if op < len(op_ms):
             writing = [
-                (-rates.memory_ms(s.candidate.move.footprint.transfer_bytes), s.moves)
+                (-rates.taken_ms(s.candidate.move.footprint.transfer_bytes), s.moves)
                 for s in storages
                 if s.candidate.offload_after == op
             ]
@@ -195,10 +195,10 @@ def _issued(storage: _Storage, op: int, rates: Rates) -> list[tuple[float, int]]
     """What op is later by, if the reload is issued before it."""
     if op not in storage.back:
         return []
-    memory_ms = rates.memory_ms(storage.candidate.move.footprint.transfer_bytes)
+    taken_ms = rates.taken_ms(storage.candidate.move.footprint.transfer_bytes)
     before = storage.back.get(op - 1)
-    issued = [(-memory_ms, storage.back[op])]
-    return issued if before is None else [*issued, (memory_ms, before)]
+    issued = [(-taken_ms, storage.back[op])]
+    return issued if before is None else [*issued, (taken_ms, before)]
 
 
 def _copied(storages: Sequence[_Storage]) -> list[int]:

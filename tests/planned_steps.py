@@ -32,7 +32,9 @@ def random_costs(facts: GraphFacts, choice: Random) -> Costs:
     latency = choice.choice((0.0, 1e-5))
     # Copies take from all of the memory's rate to a twentieth, by what is drawn anyway.
     memory = max(out, back) * (1, 3, 20)[facts.op_count % 3]
-    return Costs(op_ms, Rates(out, back, latency, memory))
+    # And what is drawn says whether events take as much as a tenth of an op.
+    order = (0.0, 1e-4)[int(2 * sum(op_ms)) % 2]
+    return Costs(op_ms, Rates(out, back, latency, memory, order))
 
 
 def random_step(choice: Random, most_ops: int = 7, regions: int = 1) -> GraphFacts:

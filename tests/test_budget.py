@@ -221,9 +221,9 @@ def test_a_slower_link_costs_time_and_no_bytes() -> None:
         time = found.predicted.time
         assert time is not None
         assert time.no_plan_ms <= time.least_ms <= time.step_ms
-        # The rest is what copies take of the memory's rate.
-        moved_bytes = 2 * sum(transfer.transfer_bytes for transfer in found.transfers)
-        taken_ms = link_rates(profile_for("h200")).memory_ms(moved_bytes)
+        # The rest is what copies take of the device's time.
+        rates = link_rates(layers(), profile_for("h200"))
+        taken_ms = 2 * sum(rates.taken_ms(each.transfer_bytes) for each in found.transfers)
         assert time.step_ms == pytest.approx(time.no_plan_ms + time.stalled_ms + taken_ms, abs=0.01)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -17,8 +18,10 @@ from offplan.costs import (
     as_in_a_step,
     device_times_ms,
     find_profile,
+    link_rates,
     load_profile,
     op_key,
+    op_times,
     op_times_ms,
     profile_for,
     profile_text,
@@ -241,6 +244,38 @@ def test_the_host_runs_ahead_behind_a_long_op():
     profile = msgspec.structs.replace(ROUND, host_op_s=100e-6)
     # Milliseconds on the device; all others were issued meanwhile.
     assert op_times_ms(facts, profile)[1:6] == pytest.approx(device_times_ms(facts, profile)[1:6])
+
+
+def test_the_host_is_ahead_by_what_the_device_has_to_do():
+    built = FactsBuilder()
+    region = built.region()
+    big = region.op("aten.add.Tensor", [region.input("x", (10**6,))], (10**6,))
+    region.op("aten.add.Tensor", [big], (10**6,))
+    region.view(big, (10**6, 1))
+    facts = built.build()
+    profile = msgspec.structs.replace(ROUND, host_op_s=100e-6)
+    first_ms, second_ms, _ = device_times_ms(facts, profile)[:3]
+    assert first_ms > 0.1
+    found = op_times(facts, profile)
+    # The first is issued when it can start; the second while the first runs; a view waits for none.
+    assert found.ahead_ms[:3] == pytest.approx((0.0, first_ms - 0.1, inf))
+    assert found.op_ms[:3] == pytest.approx((0.1 + first_ms, second_ms, 0.0))
+    assert found.op_ms == op_times_ms(facts, profile)
+
+
+def test_copies_take_memory_from_what_waits_for_it_and_nothing_from_what_computes():
+    built = FactsBuilder()
+    region = built.region()
+    region.op("aten.mm.default", [region.input(name, (8192, 8192)) for name in "ab"], (8192, 8192))
+    products = built.build()
+    waiting = _chain(20, 10**7)
+    assert link_rates(waiting, ROUND).memory_bytes_per_s == pytest.approx(
+        reached_rates(ROUND).memory_bytes_per_s, rel=0.02
+    )
+    assert link_rates(products, ROUND).memory_bytes_per_s > 1e16
+    # The host is what this one waits for.
+    late = msgspec.structs.replace(ROUND, host_op_s=100e-6)
+    assert link_rates(_chain(20, 4), late).memory_bytes_per_s > 1e13
 
 
 def test_the_host_takes_time_to_enter_a_graph():

@@ -127,16 +127,45 @@ def test_a_wait_for_a_release_ends_before_a_reload_takes_memory() -> None:
     assert found.starts_ms == (0, 9, 10)
 
 
+def test_each_copy_takes_time_of_the_device_for_its_events() -> None:
+    # 4 ms each way beside ops, and 1 ms each way: ops 1 and 2 start as much later.
+    rates = Rates(1000, 1000, order_s=0.001)
+    assert step_time([5, 5, 5, 5], 2, [transfer(4, 0, 1, 2, 3)], rates) == (22, 12, 0)
+    # Two copies take twice as much, of however few bytes.
+    halves = [transfer(2, 0, 1, 2, 3), transfer(2, 0, 1, 2, 3)]
+    assert step_time([5, 5, 5, 5], 2, halves, rates) == (24, 14, 0)
+
+
+def test_an_op_waits_for_a_host_that_is_not_far_enough_ahead() -> None:
+    moved = [transfer(1, 0, 1, 2, 3)]
+    rates = Rates(1000, 1000, host_s=0.003)
+    # Op 1 was issued 1 ms before it starts, and is issued 3 ms later.
+    assert play([5, 5, 5, 5], 2, moved, rates, [0, 1, 9, 9]).starts_ms == (0, 7, 12, 17, 22)
+    # Op 2 comes after the second copy, whose 3 ms add up: 6 ms later, of which 2 have passed.
+    assert play([5, 5, 5, 5], 2, moved, rates, [0, 1, 1, 9]).starts_ms == (0, 7, 15, 20, 25)
+    assert step_time([5, 5, 5, 5], 2, moved, rates, [9, 9, 9, 9]) == (20, 10, 0)
+    assert step_time([5, 5, 5, 5], 2, moved, rates) == (20, 10, 0)
+
+
 # --- against events -------------------------------------------------------------------------------
 
 
 def simulated(
-    op_ms: Sequence[float], forward_count: int, transfers: Sequence[Transfer], rates: Rates
+    op_ms: Sequence[float],
+    forward_count: int,
+    transfers: Sequence[Transfer],
+    rates: Rates,
+    ahead_ms: Sequence[float],
 ) -> tuple[float, float]:
     """The end of the step and of the forward: what can start does, until nothing is left to do.
 
     Every event has the events that must have ended before it, and starts when they have.
     """
+
+    def taken_ms(copies: Sequence[Transfer]) -> float:
+        return sum(rates.taken_ms(copy.transfer_bytes) for copy in copies)
+
+    plain_ms = [0.0, *accumulate(op_ms)]
     after: dict[object, list[object]] = {}
     takes: dict[object, float] = {}
 
@@ -153,13 +182,18 @@ def simulated(
     for op in range(len(op_ms) + 1):
         before: list[object] = [("done", op - 1)] if op else []
         event(("come", op), 0.0, *before)
-        reloaded = sum(t.transfer_bytes for t in transfers if t.reload_at == op)
-        event(("memory read", op), rates.memory_ms(reloaded), ("come", op))
+        reloaded = [t for t in transfers if t.reload_at == op]
+        event(("memory read", op), taken_ms(reloaded), ("come", op))
         needed = [("back", n) for n, t in numbered if t.needed_by == op]
         event(("begin", op), 0.0, ("memory read", op), *needed)
-        event(("op", op), op_ms[op] if op < len(op_ms) else 0.0, ("begin", op))
-        offloaded = sum(t.transfer_bytes for t in transfers if t.offload_after == op)
-        event(("memory written", op), rates.memory_ms(offloaded), ("op", op))
+        # All copies that the host issues before the op.
+        before_it = sum(t.offload_after < op for t in transfers)
+        before_it += sum(t.reload_at is not None and t.reload_at <= op for t in transfers)
+        late_ms = plain_ms[op] - ahead_ms[op] + before_it * rates.host_ms if op < len(op_ms) else 0
+        event(("issued", op), max(0.0, late_ms))
+        event(("op", op), op_ms[op] if op < len(op_ms) else 0.0, ("begin", op), ("issued", op))
+        offloaded = [t for t in transfers if t.offload_after == op]
+        event(("memory written", op), taken_ms(offloaded), ("op", op))
         released = [("out", n) for n, t in numbered if t.release_by == op]
         event(("done", op), 0.0, ("memory written", op), *released)
     last: object = None
@@ -186,7 +220,7 @@ def simulated(
 @st.composite
 def timed_steps(
     draw: st.DrawFn,
-) -> tuple[list[float], int, list[Transfer], Rates]:
+) -> tuple[list[float], int, list[Transfer], Rates, list[float]]:
     forward = draw(st.integers(1, 6))
     backward = draw(st.integers(0, 6))
     times = st.sampled_from((0.0, 0.5, 1.0, 3.0))
@@ -202,22 +236,30 @@ def timed_steps(
         found.append(transfer(draw(st.integers(1, 9)), after, release, at, need))
     rate = st.sampled_from((500.0, 1000.0, 4000.0))
     latency, memory_rate = st.sampled_from((0.0, 0.001)), st.sampled_from((inf, 8000.0, 2000.0))
-    rates = Rates(draw(rate), draw(rate), draw(latency), draw(memory_rate))
-    return op_ms, forward, found, rates
+    order, host = st.sampled_from((0.0, 0.0005)), st.sampled_from((0.0, 0.001))
+    rates = Rates(draw(rate), draw(rate), draw(latency), draw(memory_rate), draw(order), draw(host))
+    ahead = st.sampled_from((0.0, 1.0, 2.5, inf))
+    return op_ms, forward, found, rates, [draw(ahead) for _ in op_ms]
 
 
 @settings(DRAWN, max_examples=300)
 @given(timed_steps())
 def test_a_step_takes_as_long_as_its_events(
-    drawn: tuple[list[float], int, list[Transfer], Rates],
+    drawn: tuple[list[float], int, list[Transfer], Rates, list[float]],
 ) -> None:
-    op_ms, forward_count, moved, rates = drawn
-    found = step_time(op_ms, forward_count, moved, rates)
-    step_ms, forward_ms = simulated(op_ms, forward_count, moved, rates)
+    op_ms, forward_count, moved, rates, ahead_ms = drawn
+    found = step_time(op_ms, forward_count, moved, rates, ahead_ms)
+    step_ms, forward_ms = simulated(op_ms, forward_count, moved, rates, ahead_ms)
     assert found.step_ms == pytest.approx(step_ms)
     assert found.forward_ms == pytest.approx(forward_ms)
-    taken = sum(t.transfer_bytes * (1 + (t.reload_at is not None)) for t in moved)
-    assert found.stalled_ms == pytest.approx(step_ms - sum(op_ms) - rates.memory_ms(taken))
+    copies = [t for t in moved for _ in range(1 + (t.reload_at is not None))]
+    taken_ms = sum(rates.taken_ms(copy.transfer_bytes) for copy in copies)
+    waits_ms = step_ms - sum(op_ms) - taken_ms
+    if rates.host_s:
+        # Waits for the host are not for copies.
+        assert found.stalled_ms <= waits_ms + 1e-9
+    else:
+        assert found.stalled_ms == pytest.approx(waits_ms)
 
 
 # --- the lower bound ------------------------------------------------------------------------------
@@ -304,7 +346,7 @@ def test_no_plan_is_faster_than_the_bound_for_its_own_peak(facts: GraphFacts, se
         )
         for c in planner.candidates
     ]
-    op_ms, rates = planner.costs
+    op_ms, rates = planner.costs.op_ms, planner.costs.rates
     for _ in range(4):
         moved = drawn_transfers(planner, choice)
         limit = max(memory.curve(facts, moved), default=0)

@@ -13,7 +13,9 @@
     host issued right after the op that makes its source; a host copy after its source was
     overwritten once the copy was waited for; an op that reads what was reloaded, after the wait;
     a reload of host bytes whose own copy from the device was only just issued.
-6.  Pinning is tried in doubling sizes up to a limit: the most that may be asked for, or 80% of what
+6.  What the host takes for a copy is by how much longer it takes to issue a small model's forward
+    under a plan that moves all that it saves.
+7.  Pinning is tried in doubling sizes up to a limit: the most that may be asked for, or 80% of what
     the limits on host memory leave (``replay.limits``).  Without a GPU, pages are locked only.
 
 Nothing else should run on the device meanwhile.
@@ -34,10 +36,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from offplan.budget import EVERYTHING, Aim
 from offplan.costs import VIEW_HOST_PART, AttentionRate, DeviceProfile, LinkRate, Versions
+from offplan.decide import Decisions
+from offplan.eligibility import DEFAULT_RULES
 from offplan.errors import DeviceError
 from offplan.gpus import gpu_key
+from offplan.graph import GraphFacts
 from offplan.measured import HostLimits, PinName
+from offplan.plan import Plan
 from offplan.replay.compiled import Replay, loss_of
 from offplan.replay.host import HostPool, Slab
 from offplan.replay.limits import HostMemoryError, ceiling_bytes, read_limits, with_trial
@@ -155,6 +162,7 @@ def measure_with_limits(
         op_overhead_s=op_overhead_s(device, timer),
         host_op_s=host.op_s,
         host_start_s=host.start_s,
+        host_copy_s=host.copy_s,
         pin_s_per_byte=_rounded(pinned.s_per_byte),
         largest_pin_bytes=pinned.largest_bytes,
         versions=Versions(_processor(), torch.__version__.split("+")[0], torch.version.cuda or ""),
@@ -357,6 +365,7 @@ def copy_latency_s(rates: Sequence[LinkRate]) -> float:
 
 
 def _send(link: Link, ends: Ends, size: int, count: int, wait: bool = True) -> None:
+    source, host = _part(link, ends.device[0][:size]), ends.host[0][:size]
     for _ in range(count):
         copy = link.send(source, host, None)
     if wait:
@@ -365,11 +374,15 @@ def _send(link: Link, ends: Ends, size: int, count: int, wait: bool = True) -> N
 
 def _fetch(link: Link, ends: Ends, size: int, count: int, wait: bool = True) -> None:
     host, target = ends.host[1][:size], _part(link, ends.device[1][:size])
-    source, host = _part(link, ends.device[0][:size]), ends.host[0][:size]
     for _ in range(count):
         copy = link.fetch(host, target, None)
     if wait:
         link.arrive(host, target, copy)
+
+
+def _part(link: Link, flat: torch.Tensor) -> Part:
+    """All of ``flat``, as ``link`` copies it."""
+    return link.part(flat.untyped_storage(), flat.storage_offset(), flat.numel())
 
 
 # --- overlap and order ----------------------------------------------------------------------------
@@ -379,11 +392,6 @@ def overlap_of(copy_s: float, compute_s: float, together_s: float) -> float:
     """Definition 4."""
     hidden = copy_s + compute_s - together_s
     return min(max(hidden / min(copy_s, compute_s), 0.0), 1.0)
-
-def _part(link: Link, flat: torch.Tensor) -> Part:
-    """All of ``flat``, as ``link`` copies it."""
-    return link.part(flat.untyped_storage(), flat.storage_offset(), flat.numel())
-
 
 
 def measured_overlap(link: Link, timer: Timer, ends: Ends, compute: Work) -> float:
@@ -518,17 +526,26 @@ def op_overhead_s(device: torch.device, timer: Timer) -> float:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """``op_s`` for each op that launches a kernel, after ``start_s`` for the forward itself."""
+    """``op_s`` for each op that launches a kernel, after ``start_s`` for the forward itself, and
+    ``copy_s`` for each copy."""
 
     op_s: float
     start_s: float
+    copy_s: float
 
 
 def host_costs(device: torch.device, clock: Callable[[], float] = time.perf_counter) -> HostCosts:
-    """What the host takes to issue a forward, from replays of a small model in two depths."""
-    (few, few_s), (many, many_s) = (_issued(device, depth, clock) for depth in _DEPTHS)
-    op_s = max(many_s - few_s, 0.0) / (many - few)
-    return HostCosts(_rounded(op_s), _rounded(max(few_s - few * op_s, 0.0)))
+    """What the host takes to issue a forward, from replays of a small model in two depths, and of
+    the deeper one under a plan (definition 6)."""
+    few, many = (_small(device, depth) for depth in _DEPTHS)
+    (few_s, facts), (many_s, deep) = (_issued(target, None, clock) for target in (few, many))
+    few_ops, many_ops = _issued_ops(facts), _issued_ops(deep)
+    op_s = max(many_s - few_s, 0.0) / (many_ops - few_ops)
+    start_s = max(few_s - few_ops * op_s, 0.0)
+    plan = Decisions(deep, DEFAULT_RULES, 1, Aim()).plan(EVERYTHING)
+    moving_s, _ = _issued(many, plan, clock)
+    copy_s = max(moving_s - many_s, 0.0) / len(plan.transfers)
+    return HostCosts(_rounded(op_s), _rounded(start_s), _rounded(copy_s))
 
 
 class _SmallLayers(nn.Module):
@@ -544,11 +561,17 @@ class _SmallLayers(nn.Module):
         return x
 
 
-def _issued(device: torch.device, depth: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """Ops of a forward, views as the part of one that they cost, and seconds to issue them."""
-    target = Target(_SmallLayers(depth).to(device), (torch.ones(4, 8, 32, device=device),))
+def _small(device: torch.device, depth: int) -> Target:
+    return Target(_SmallLayers(depth).to(device), (torch.ones(4, 8, 32, device=device),))
+
+
+def _issued(
+    target: Target, plan: Plan | None, clock: Callable[[], float]
+) -> tuple[float, GraphFacts]:
+    """Seconds to issue a forward, and what it issues."""
+    device = target.args[0].device
     seconds = []
-    with Replay(target, None, device=device) as replay:
+    with Replay(target, plan, device=device) as replay:
         replay.step()
         for _ in range(_HOST_RUNS):
             _synchronize(device)
@@ -559,9 +582,13 @@ def _issued(device: torch.device, depth: int, clock: Callable[[], float]) -> tup
             loss_of(output).backward()
         facts = replay.facts
     assert facts is not None
+    return statistics.median(seconds), facts
+
+
+def _issued_ops(facts: GraphFacts) -> float:
+    """Ops of the forward, views as the part of one that they cost."""
     ops = [op for region in facts.regions for op in region.forward.ops]
-    count = sum(VIEW_HOST_PART if is_view(facts, op) else 1.0 for op in ops)
-    return count, statistics.median(seconds)
+    return sum(VIEW_HOST_PART if is_view(facts, op) else 1.0 for op in ops)
 
 
 def _is_native(device: torch.device, dtype: torch.dtype) -> bool:

@@ -128,6 +128,7 @@ def _compute(profile: DeviceProfile) -> Table:
             ("one op on the device, at least", f"{profile.op_overhead_s * 1e6:.1f} us"),
             ("one op on the host", f"{profile.host_op_s * 1e6:.1f} us"),
             ("to enter a forward", f"{profile.host_start_s * 1e6:.1f} us"),
+            ("one copy on the host", f"{profile.host_copy_s * 1e6:.1f} us"),
         ),
         frozenset({1}),
     )
