@@ -210,10 +210,12 @@ class Joint:
         assert limit is not None
         inner, best, known = limit, self._as_traced(limit, budget), len(self._traces)
         near_ms = (1 + _NEAR) * self._bound_ms(limit)
+        were_refused = False
         for attempt in range(_ATTEMPTS if "recompute" in self.aim.actions else 0):
             found = list(self._applied(inner, limit, budget))
             best = _fastest([best, *found])
             excess = [more for more in found if isinstance(more, int)]
+            were_refused |= bool(excess) and self.confirm is not None
             is_enough = len(self._traces) - known >= _MOST_ASKED or self.confirm is None
             if best is not None and best.choices and (best.step_ms <= near_ms or is_enough):
                 break
@@ -221,14 +223,16 @@ class Joint:
                 break
             # Only another choice helps, and a little lower the program makes the same one.
             inner -= max(min(excess), int(_LOWER * limit)) << attempt
-        for more in _HIGHER:
+        for more in _HIGHER if were_refused else ():
             if best is None or best.step_ms <= near_ms:
                 break
             # Lower there is no other choice.  With other costs there is, and copies may make up for
             # one that is a little higher.
             self._is_alone = True
-            best = _fastest([best, *self._applied(int((1 + more) * limit), limit, budget)])
-            self._is_alone = False
+            try:
+                best = _fastest([best, *self._applied(int((1 + more) * limit), limit, budget)])
+            finally:
+                self._is_alone = False
         if best is None:
             raise self.base.refusal(limit, budget, self.floor.outlook.predicted.plan)
         return self._beside_traced(best, limit)
