@@ -182,7 +182,8 @@ def test_every_spelling_of_a_budget_is_met_and_less_peak_moves_more(deep, device
         assert plan.asked == text
         assert abs(plan.budget - limit) <= 1
         assert plan.predicted.plan.peak_bytes <= plan.budget
-        assert 0 < plan.moved_bytes <= floor.moved_bytes
+        assert plan.transfers or plan.recomputed
+        assert plan.moved_bytes <= floor.moved_bytes
         assert "under the budget" in " ".join(found.stdout.split()) or (
             plan.predicted.plan.peak_bytes == plan.budget
         )
