@@ -35,7 +35,6 @@ from offplan.budget import EVERYTHING, FLOOR, Budget, Outlook, of_bytes  # noqa:
 from offplan.errors import BudgetError  # noqa: E402
 from offplan.graph import timeline  # noqa: E402
 from offplan.memory import predict  # noqa: E402
-from offplan.schedule import step_time  # noqa: E402
 from offplan.transfers import Transfer  # noqa: E402
 
 QWEN = ("sample_graphs/qwen3_14b.py", {"layers": "8", "batch": "4", "seq": "4096"})
@@ -299,7 +298,7 @@ def naive_plan(arms: Any, budget: Budget) -> Any:
             break
         transfers = _naively_placed(order[:count])
         prediction = predict(arms.facts, transfers)
-    when = step_time(planner.costs.op_ms, planner.forward_count, transfers, planner.costs.rates)
+    when = planner.time(transfers)
     found = outlook.predicted.time
     predicted = msgspec.structs.replace(
         outlook.predicted,

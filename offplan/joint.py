@@ -224,7 +224,8 @@ class Joint:
             # Only another choice helps, and a little lower the program makes the same one.
             inner -= max(min(excess), int(_LOWER * limit)) << attempt
         for more in _HIGHER if were_refused else ():
-            if best is None or best.step_ms <= near_ms:
+            is_enough = len(self._traces) - known >= _MOST_ASKED
+            if is_enough or (best is not None and best.step_ms <= near_ms):
                 break
             # Lower there is no other choice.  With other costs there is, and copies may make up for
             # one that is a little higher.

@@ -126,6 +126,10 @@ class Cudart:
         return stream.cuda_stream
 
     def part(self, storage: torch.UntypedStorage, first: int, size_bytes: int) -> Part:
+        if first < 0 or first + size_bytes > storage.nbytes():
+            raise RuntimeError(
+                f"bytes {first} to {first + size_bytes} of a storage of {storage.nbytes()}"
+            )
         return Part(storage.data_ptr() + first, size_bytes, storage)
 
     def record_event(self, event: Event, stream: int) -> None:

@@ -75,8 +75,8 @@ class Slab:
 class Arena:
     """``size_bytes`` of a slab, for one lease at a time.
 
-    ``last_reload`` is the copy that reads it, if one may still; ``sent`` has the copies to the host
-    that were issued for the last lease, by slot.  One of no bytes needs no slab.
+    ``last_reload`` is the copy that reads it, if one may still; ``sent`` has the last copy to the
+    host of each slot.  One of no bytes needs no slab.
     """
 
     def __init__(self, slab: Slab | None, start: int, size_bytes: int) -> None:

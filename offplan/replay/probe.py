@@ -220,7 +220,7 @@ class PinCosts:
 
 
 def pin_sizes(max_bytes: int, available: int) -> list[int]:
-    """The sizes to try (definition 6), the limit itself last."""
+    """The sizes to try (definition 7), the limit itself last."""
     limit = min(max_bytes, int(available * _PART_OF_AVAILABLE))
     sizes = []
     size = min(_FIRST_PIN_BYTES, limit)

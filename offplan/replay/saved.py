@@ -357,7 +357,7 @@ def spread(
 class _Sending(NamedTuple):
     """An offload that is not released: the storage, the copy that reads it, and its bytes."""
 
-    source: torch.Tensor
+    source: Any
     copy: Any
     size_bytes: int
 
