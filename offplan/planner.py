@@ -51,6 +51,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, product
 from math import inf
 from operator import itemgetter
@@ -175,14 +176,15 @@ class Planner:
     def _best(self, limit: int, least_ms: float) -> tuple[Transfer, ...]:
         """The fastest of several choices placed under ``limit``; of equally fast ones the least."""
         movable = {candidate.move.storage for candidate in self.movable_within(limit)}
+        by_size = self._by_size()
         orders = [
             sorted((c for c in order if c.move.storage in movable), key=self._comes_early)
             for order in (
                 self.by_time_away(),
                 self._by_offload(),
                 self._by_worth(),
-                self._by_size(),
-                self._by_size()[::-1],
+                by_size,
+                by_size[::-1],
             )
         ]
         tried = Tried(self, limit, (1 + _CLOSE) * least_ms)
@@ -201,10 +203,19 @@ class Planner:
         slim(self, limit, tried, count)
         return tried.best().transfers
 
+    @cached_property
+    def _late_after(self) -> set[int]:
+        """The ops behind which a copy is issued when the host is not far enough ahead."""
+        found, following_ms = set(), inf
+        for op, ahead_ms in reversed(list(enumerate(self.costs.ahead_ms))):
+            if following_ms < self.costs.rates.host_ms:
+                found.add(op)
+            following_ms = ahead_ms if ahead_ms < inf else following_ms
+        return found
+
     def _comes_early(self, candidate: Candidate) -> bool:
         """Whether the op after its offload would wait for the host that issues the copy."""
-        following = self.costs.ahead_ms[candidate.offload_after + 1 :]
-        return next((ms for ms in following if ms < inf), inf) < self.costs.rates.host_ms
+        return candidate.offload_after in self._late_after
 
     def chosen(self, order: Sequence[Candidate], limit: int) -> list[Candidate]:
         """Storages whose absence brings every op within ``limit`` (definition 4)."""
