@@ -73,11 +73,34 @@ def paced(link: Link) -> PacedLink:
     return PacedCpuLink(link)
 
 
+class _Wrapped:
+    """What a pace leaves to the link that it wraps."""
+
+    link: Link
+
+    def begin_run(self) -> None:
+        self.link.begin_run()
+
+    def buffer(self, size_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return self.link.buffer(size_bytes, dtype)
+
+    def part(self, storage: torch.UntypedStorage, first: int, size_bytes: int) -> Part:
+        return self.link.part(storage, first, size_bytes)
+
+    def still_held(self, name: str, key: int) -> None:
+        self.link.still_held(name, key)
+
+    def stalled_ms(self) -> float | None:
+        return self.link.stalled_ms()
+
+
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
-class PacedCudaLink:
+class PacedCudaLink(_Wrapped):
     """Definition 3."""
+
+    link: CudaLink
 
     def __init__(self, link: CudaLink) -> None:
         self.link = link
@@ -101,15 +124,6 @@ class PacedCudaLink:
         if self._pace == "fast":
             self._spin(torch.cuda.current_stream(self.device), _LAG_MS)
 
-    def begin_run(self) -> None:
-        self.link.begin_run()
-
-    def buffer(self, size_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return self.link.buffer(size_bytes, dtype)
-
-    def part(self, storage: torch.UntypedStorage, first: int, size_bytes: int) -> Part:
-        return self.link.part(storage, first, size_bytes)
-
     def send(self, source: Part, host: torch.Tensor, after: Copy | None) -> Copy:
         if self._pace not in _SLOW_TO_HOST:
             return self.link.send(source, host, after)
@@ -128,12 +142,6 @@ class PacedCudaLink:
 
     def drain(self) -> None:
         self.link.drain()
-
-    def still_held(self, name: str, key: int) -> None:
-        self.link.still_held(name, key)
-
-    def stalled_ms(self) -> float | None:
-        return self.link.stalled_ms()
 
     def _slowed(self, stream: torch.cuda.Stream, issue: Callable[[], Copy]) -> Copy:
         self._spin(stream, self._random.uniform(0, _LONGEST_SPIN_MS))
@@ -215,7 +223,7 @@ class _Read:
     number: int
 
 
-class PacedCpuLink:
+class PacedCpuLink(_Wrapped):
     """Definitions 4 to 6."""
 
     device = torch.device("cpu")
@@ -244,15 +252,6 @@ class PacedCpuLink:
     def fall_behind(self) -> None:
         # The compute of the CPU is always done when the host comes by: copies are early instead.
         pass
-
-    def begin_run(self) -> None:
-        self.link.begin_run()
-
-    def buffer(self, size_bytes: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return self.link.buffer(size_bytes, dtype)
-
-    def part(self, storage: torch.UntypedStorage, first: int, size_bytes: int) -> Part:
-        return self.link.part(storage, first, size_bytes)
 
     def send(self, source: torch.Tensor, host: torch.Tensor, after: Copy | None) -> Copy:
         self._check_order(host, after)
@@ -289,12 +288,6 @@ class PacedCpuLink:
                 lane.waiting[-1].land()
         self._waited = [self._to_device.count] * 2
         self._reads.clear()
-
-    def still_held(self, name: str, key: int) -> None:
-        self.link.still_held(name, key)
-
-    def stalled_ms(self) -> float | None:
-        return self.link.stalled_ms()
 
     def _issue(
         self,
